@@ -1,0 +1,1 @@
+"""Benchmarks: ours alone, and side by side with peers in one run."""

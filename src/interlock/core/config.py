@@ -1,0 +1,177 @@
+"""Engine options, under vLLM's names where vLLM has one, checked when they are set."""
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from interlock.core.buffer import ITEM_SIZES, DType
+from interlock.core.errors import ConfigError
+from interlock.core.forward_context import CUDAGraphMode
+
+KVCacheDType = Literal["auto", "bfloat16", "float16", "float32"]
+WeightDType = Literal["auto", "float32", "bfloat16", "float16"]
+KVLoadWait = Literal["auto", "barrier", "hook", "gate"]
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+KVLoadFailurePolicy = Literal["recompute", "fail"]
+
+DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Which KV connector is used, and how: the fields of vLLM's `--kv-transfer-config`."""
+
+    kv_connector: str
+    kv_role: KVRole = "kv_both"
+    engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_load_failure_policy: KVLoadFailurePolicy = "fail"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv_connector, str) or not self.kv_connector:
+            raise ConfigError(f"kv_connector is {self.kv_connector!r}, expected the name of a registered connector or 'package.module:Class'")
+        _check_choice("kv_role", self.kv_role, get_args(KVRole))
+        _check_choice("kv_load_failure_policy", self.kv_load_failure_policy, get_args(KVLoadFailurePolicy))
+        if not isinstance(self.kv_connector_extra_config, Mapping):
+            raise ConfigError(f"kv_connector_extra_config is {self.kv_connector_extra_config!r}, expected an object")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "KVTransferConfig":
+        """Build from a parsed JSON object; an unknown key is an error that lists the known ones."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"kv_transfer_config has unknown keys {unknown}, expected some of {sorted(known)}")
+        if "kv_connector" not in values:
+            raise ConfigError("kv_transfer_config has no kv_connector; name a registered connector or 'package.module:Class'")
+        return cls(**values)
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether this engine may hand its KV to others."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_consumer(self) -> bool:
+        """Whether this engine may load KV of others."""
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine is built from. Sizes are tokens, requests or bytes as the name says; times are seconds.
+
+    model: 'smollm2' (the embedded model), a GGUF file, or a Hugging Face directory. dtype: how float weights are held
+    ('auto' keeps the checkpoint's; quantised weights always stay as they are). kv_cache_memory_bytes: size of the KV pool.
+    kv_load_wait: force one rung of the ladder. kv_load_timeout: the deadline of one load.
+    """
+
+    model: str
+    dtype: WeightDType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
+    kv_cache_memory_bytes: int = 512 * 2**20
+    enable_prefix_caching: bool = True
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    enforce_eager: bool = False
+    seed: int = 0
+    threads: int | None = None
+    kv_transfer_config: KVTransferConfig | None = None
+    kv_load_wait: KVLoadWait = "auto"
+    kv_load_timeout: float = 10.0
+    max_sync_load_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model is {self.model!r}, expected 'smollm2', the path of a GGUF file, or of a Hugging Face directory")
+        _check_choice("dtype", self.dtype, get_args(WeightDType))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
+        _check_choice("kv_load_wait", self.kv_load_wait, get_args(KVLoadWait))
+        if not isinstance(self.cudagraph_mode, CUDAGraphMode):
+            raise ConfigError(f"cudagraph_mode is {self.cudagraph_mode!r}, expected one of {[m.name for m in CUDAGraphMode]}")
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1), ("kv_cache_memory_bytes", 1), ("seed", 0)):
+            _check_at_least(name, getattr(self, name), low)
+        for name in ("max_model_len", "threads"):
+            if getattr(self, name) is not None:
+                _check_at_least(name, getattr(self, name), 1)
+        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+            raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
+        if not isinstance(self.kv_load_timeout, int | float) or not self.kv_load_timeout > 0:
+            raise ConfigError(f"kv_load_timeout is {self.kv_load_timeout!r}, expected a number of seconds above 0")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs is {self.max_num_seqs}, expected at most max_num_batched_tokens, which is {self.max_num_batched_tokens}: "
+                "each running request takes at least one token of a step"
+            )
+        for size in self.cudagraph_capture_sizes or ():
+            _check_at_least("cudagraph_capture_sizes", size, 1)
+
+    @property
+    def num_threads(self) -> int:
+        """Size of the native thread team: `threads`, or the CPUs that this process may use."""
+        return self.threads if self.threads is not None else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @property
+    def graph_mode(self) -> CUDAGraphMode:
+        """The configured graph mode after `enforce_eager`."""
+        return CUDAGraphMode.NONE if self.enforce_eager else self.cudagraph_mode
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Capture sizes (tokens), ascending; the largest is always `max_num_batched_tokens`, so that every batch fits one."""
+        sizes = self.cudagraph_capture_sizes or DEFAULT_CAPTURE_SIZES
+        return tuple(sorted({size for size in sizes if size < self.max_num_batched_tokens} | {self.max_num_batched_tokens}))
+
+
+def parse_cudagraph_mode(name: str) -> CUDAGraphMode:
+    """The mode called `name` (case does not matter). Raises ConfigError with the known names."""
+    try:
+        return CUDAGraphMode[name.upper()]
+    except KeyError:
+        raise ConfigError(f"cudagraph_mode is {name!r}, expected one of {[m.name for m in CUDAGraphMode]}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheConfig:
+    """The shape of one rank's KV pool, and its identity. Per layer the pool is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+
+    num_blocks: int
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    layer_names: tuple[str, ...]
+    identity: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer (keys and values)."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * ITEM_SIZES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's pool."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers."""
+        return self.num_layers * self.block_bytes // self.block_size
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, expected one of {list(choices)}")
+
+
+def _check_at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {low}")

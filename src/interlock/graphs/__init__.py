@@ -1,0 +1,1 @@
+"""Streams, thread team, programs, events, timelines: how kernels are launched, captured and replayed."""

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, written in Python and compiled by Numba through LLVM."""

@@ -1,0 +1,1 @@
+"""What moves KV: connectors, the ledger, transports, references, handshakes."""

@@ -1,0 +1,1 @@
+"""Connectors: what decides which KV is loaded and saved."""

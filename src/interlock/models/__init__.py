@@ -1,0 +1,1 @@
+"""Architectures that read like the paper, and readers of checkpoints."""
