@@ -1,0 +1,106 @@
+"""All kernels: names, argument fields, and the sizes of the workspaces that they need. Importing this never imports Numba.
+
+A field holds one 64-bit word: an address, a count, a stride in bytes, or (eps, scale) the bit pattern of a float64. `rows` is the
+index of the slot header word with the live row count (NUM_TOKENS or NUM_LOGITS). `scratch` is per thread: thread t uses
+`scratch + t * scratch_stride`. KV pools are, per layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of the KV dtype.
+"""
+
+import functools
+from typing import Final, Literal, get_args
+
+from interlock.core.buffer import ALIGNMENT, DType
+from interlock.kernels.native import Kernel, kernel
+
+WeightFormat = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_1"]
+
+WEIGHT_FORMATS: Final[tuple[WeightFormat, ...]] = get_args(WeightFormat)
+
+_MATMUL_FIELDS = ("x", "x_stride", "weight", "out", "out_stride", "residual", "rows", "n", "k", "scratch", "scratch_stride")
+
+# Products
+
+
+@functools.cache
+def matmul(fmt: WeightFormat) -> Kernel:
+    """out[r, :n] = (residual[r, :n] or 0) + x[r, :k] @ W.T for the live rows; `weight` holds W [n, k] as packed panels.
+
+    x, out: float32, strides in bytes; residual: 0, or an address with out's stride (may be out itself).
+    """
+    return kernel(f"matmul_{fmt}", "interlock.kernels.cpu.matmul:matmul", _MATMUL_FIELDS, (fmt,))
+
+
+@functools.cache
+def matmul_silu(fmt: WeightFormat) -> Kernel:
+    """out[r, :n] = silu(x @ Wg.T) * (x @ Wu.T), bit-equal to `matmul` and `silu_mul`; `weight` holds the panels of Wg and Wu
+    interleaved (`formats.pack_gate_up`); residual must be 0."""
+    return kernel(f"matmul_silu_{fmt}", "interlock.kernels.cpu.matmul:matmul_silu", _MATMUL_FIELDS, (fmt,))
+
+
+@functools.cache
+def embedding(fmt: WeightFormat) -> Kernel:
+    """out[t, :n] = row token_ids[t] of the packed table [vocab_size, n], as float32; ERROR_TOKEN_ID for an id outside of it."""
+    return kernel(f"embedding_{fmt}", "interlock.kernels.cpu.embedding:embedding", ("weight", "out", "rows", "vocab_size", "n"), (fmt,))
+
+
+def matmul_scratch_bytes(k: int) -> int:
+    """`scratch_stride` of matmul and matmul_silu for products over `k` inputs."""
+    return _aligned(4 * 64 * (-(-k // 32)))
+
+
+# Elementwise
+
+
+@functools.cache
+def rms_norm() -> Kernel:
+    """out[r] = x[i] * rsqrt(mean(x[i]**2) + eps) * weight, float32 rows of n, where i is r, or LOGITS_INDICES[r] if gather is 1."""
+    return kernel("rms_norm", "interlock.kernels.cpu.elementwise:rms_norm", ("x", "weight", "out", "n", "eps", "rows", "gather"))
+
+
+@functools.cache
+def silu_mul() -> Kernel:
+    """out[r, :n] = silu(gate_up[r, :n]) * gate_up[r, n:]."""
+    return kernel("silu_mul", "interlock.kernels.cpu.elementwise:silu_mul", ("gate_up", "out", "n", "rows"))
+
+
+@functools.cache
+def rope_kv_write(kv_dtype: DType) -> Kernel:
+    """Rotate q in place (half split); write rotated k, and v, rounded to nearest even, into the pool at SLOT_MAPPING.
+
+    qkv: float32 [tokens, (H + 2 KV) * D]; rope_table: float32 [max_pos, rotary_dim], a row is cosines, then sines.
+    """
+    fields = ("qkv", "rope_table", "kv_layer", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size", "num_blocks")
+    return kernel(f"rope_kv_write_{kv_dtype}", "interlock.kernels.cpu.elementwise:rope_kv_write", fields, (kv_dtype,))
+
+
+# Attention
+
+
+@functools.cache
+def attention(kv_dtype: DType, head_dim: int) -> Kernel:
+    """Paged attention for decode, prefill and mixed batches, with grouped heads; out: float32 [tokens, H * D].
+
+    Splits of decode rows are left in `partials` for `attention_merge`.
+    """
+    fields = ("qkv", "kv_layer", "out", "num_heads", "num_kv_heads", "head_dim", "block_size", "num_blocks", "scale")
+    workspaces = ("partials", "max_splits", "scratch", "scratch_stride")
+    return kernel(f"attention_{kv_dtype}_{head_dim}", "interlock.kernels.cpu.attention:attention", fields + workspaces, (kv_dtype, head_dim))
+
+
+@functools.cache
+def attention_merge(head_dim: int) -> Kernel:
+    """Merge the partials of decode rows, in ascending split order, into out."""
+    fields = ("out", "num_heads", "head_dim", "partials", "max_splits")
+    return kernel(f"attention_merge_{head_dim}", "interlock.kernels.cpu.attention:attention_merge", fields, (head_dim,))
+
+
+# Sampling
+
+
+@functools.cache
+def sample() -> Kernel:
+    """Draw one token per logits row by the slot's sampling arrays; writes SAMPLED, its log-probability and rank, and the top tokens."""
+    return kernel("sample", "interlock.kernels.cpu.sampling:sample", ("logits", "vocab_size", "scratch", "scratch_stride"))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
