@@ -14,7 +14,7 @@ NUM_LOGITS: Final = 2  # rows of the output head: one per request that samples i
 STEP: Final = 3  # the step's stamp
 
 # Addresses of arrays.
-STATUS: Final = 4  # int64 [4]: code, launch, row, reserved; code 0 means no error
+STATUS: Final = 4  # int64 [4]: the words STATUS_* below; code 0 means no error
 TOKEN_IDS: Final = 5  # int32 [NUM_TOKENS]
 POSITIONS: Final = 6  # int32 [NUM_TOKENS]
 SLOT_MAPPING: Final = 7  # int64 [NUM_TOKENS]: block * block_size + offset
@@ -40,7 +40,15 @@ SAMPLED_RANK: Final = 22  # int32 [NUM_LOGITS]: 1 is the most likely token
 TOP_TOKENS: Final = 23  # int32 [NUM_LOGITS, MAX_LOGPROBS]
 TOP_LOGPROBS: Final = 24  # float32 [NUM_LOGITS, MAX_LOGPROBS]
 
+CONTROL: Final = 25  # the control block of the thread team that runs the step, set by the team; kernels that wait look there for an abort
+
 NUM_WORDS: Final = 32
+
+# Words of the status block.
+STATUS_CODE: Final = 0
+STATUS_LAUNCH: Final = 1  # index of the launch in its program
+STATUS_ROW: Final = 2
+STATUS_KERNEL: Final = 3  # entry address of the kernel
 
 # Error codes in STATUS. The first error of a step wins; the replay skips what follows it.
 ERROR_NONE: Final = 0
