@@ -13,6 +13,7 @@ class NewRequestData:
     """A request that the runner sees for the first time, or again after a preemption: everything about it.
 
     token_ids: all known tokens (prompt and output so far); num_prompt_tokens of them are the prompt. seed: fixed when it arrived.
+    sample_index: which of the prompt's n samples it is; part of the key of its randomness (seed, sample index, output index).
     """
 
     req_id: str
@@ -22,6 +23,7 @@ class NewRequestData:
     seed: int
     block_ids: list[int]
     num_computed_tokens: int
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,17 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
-    """What the worker half of a connector reports after a step. `load_wait_seconds`: how long the step waited for loads."""
+    """What the worker half of a connector reports after a step. `load_wait_seconds`: how long the step waited for loads.
+
+    `pending_block_ids`: those of the invalid blocks that a transfer may still write; they stay quarantined until
+    `finished_recving` (or `failed_recving`) names the request.
+    """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
+    pending_block_ids: frozenset[int] = frozenset()
     load_errors: Mapping[str, str] = field(default_factory=dict)
     kv_connector_stats: Mapping[str, float] = field(default_factory=dict)
     kv_connector_worker_meta: Any = None
