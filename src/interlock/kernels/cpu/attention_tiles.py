@@ -1,0 +1,298 @@
+"""The inner loops of attention, as intrinsics: a tile of keys and values made float32, scores, and the weighted sum of values.
+
+A tile is TILE keys. Its keys lie transposed in scratch, `[head_dim][TILE]`, so that lanes are keys; its values lie
+`[TILE][padded_dim]`, so that lanes are dimensions. Blocking over rows and vectors only decides what stays in registers: each score
+is one FMA chain over ascending dimensions from 0, each output one FMA chain over ascending keys.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from interlock.core.buffer import ITEM_SIZES, DType
+from interlock.kernels.cpu.rounding import stored_type, widen_value
+from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
+
+TILE: Final = 32  # keys
+_VECTORS = TILE // LANES
+
+_f32 = ir.FloatType()
+_i16, _i32, _i64 = (ir.IntType(n) for n in (16, 32, 64))
+_v_f32, _v_i32, _v_i16 = (ir.VectorType(t, LANES) for t in (_f32, _i32, _i16))
+_ZERO = ir.Constant(_v_f32, [0.0] * LANES)
+
+
+def padded(head_dim: int) -> int:
+    """`head_dim` rounded up to whole vectors."""
+    return -(-head_dim // LANES) * LANES
+
+
+def make_key_tile(dtype: DType, head_dim: int) -> Any:
+    """The intrinsic `key_tile(addresses, out)`: out[d][i] = element d of the key at addresses[i] (int64 [TILE]), as float32.
+
+    16-bit elements are transposed in pairs, as 32-bit lanes. The last chunk of dimensions may overlap the one before it.
+    """
+    words_per_lane = 4 // ITEM_SIZES[dtype]
+    chunk = LANES * words_per_lane  # dimensions that one 16 x 16 transpose of 32-bit lanes brings
+    if head_dim < chunk:
+        return _make_small_key_tile(dtype, head_dim)
+    last = head_dim - chunk
+
+    @intrinsic
+    def key_tile(typingctx: Any, addresses: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def transpose_chunk(chunk_index: Any, group: Any) -> None:
+                wanted = builder.mul(chunk_index, _int(chunk))
+                first = builder.select(builder.icmp_signed("<", wanted, _int(last)), wanted, _int(last))
+                rows = []
+                for i in range(LANES):
+                    key = builder.load(pointer(builder, _at(builder, args[0], (group, 8 * LANES), (_int(i), 8)), _i64), align=8)
+                    address = _at(builder, key, (first, ITEM_SIZES[dtype]))
+                    rows.append(builder.load(pointer(builder, address, _v_i32), align=ITEM_SIZES[dtype]))
+                for i, column in enumerate(_transpose(builder, rows)):
+                    for word, value in enumerate(_words(builder, column, dtype)):
+                        dimension = builder.add(first, _int(i * words_per_lane + word))
+                        address = _at(builder, args[1], (dimension, 4 * TILE), (group, 4 * LANES))
+                        builder.store(value, pointer(builder, address, _v_f32), align=64)
+
+            def body(index: Any, carried: list[Any]) -> list[Any]:
+                transpose_chunk(builder.udiv(index, _int(_VECTORS)), builder.urem(index, _int(_VECTORS)))
+                return []
+
+            _loop(builder, _int(-(-head_dim // chunk) * _VECTORS), [], body)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return key_tile
+
+
+def _make_small_key_tile(dtype: DType, head_dim: int) -> Any:
+    """`key_tile` for head dimensions below one transpose: element by element."""
+
+    @intrinsic
+    def key_tile(typingctx: Any, addresses: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def body(index: Any, carried: list[Any]) -> list[Any]:
+                key = builder.load(pointer(builder, _at(builder, args[0], (index, 8)), _i64), align=8)
+                for d in range(head_dim):
+                    address = _at(builder, key, (_int(d), ITEM_SIZES[dtype]))
+                    value = builder.load(pointer(builder, address, stored_type(dtype)), align=ITEM_SIZES[dtype])
+                    target = _at(builder, args[1], (_int(d), 4 * TILE), (index, 4))
+                    builder.store(widen_value(builder, value, dtype), pointer(builder, target, _f32), align=4)
+                return []
+
+            _loop(builder, _int(TILE), [], body)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return key_tile
+
+
+def make_value_tile(dtype: DType, head_dim: int) -> Any:
+    """The intrinsic `value_tile(addresses, offset, out, count)`: out[i][d] = element d of the value at addresses[i] + offset, as float32,
+    for i < count; dimensions from `head_dim` on are 0."""
+    element = stored_type(dtype)
+
+    @intrinsic
+    def value_tile(typingctx: Any, addresses: Any, offset: Any, out: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            addresses, offset, out, count = args
+
+            def body(index: Any, carried: list[Any]) -> list[Any]:
+                value = builder.load(pointer(builder, _at(builder, addresses, (index, 8)), _i64), align=8)
+                source = builder.add(value, offset)
+                target = _at(builder, out, (index, 4 * padded(head_dim)))
+                for d in range(0, head_dim, LANES):
+                    lanes = min(LANES, head_dim - d)
+                    address = _at(builder, source, (_int(d), ITEM_SIZES[dtype]))
+                    row = builder.load(pointer(builder, address, ir.VectorType(element, lanes)), align=ITEM_SIZES[dtype])
+                    wide = widen_value(builder, row, dtype)
+                    if lanes < LANES:
+                        order = ir.Constant(_v_i32, [min(i, lanes) for i in range(LANES)])
+                        wide = builder.shuffle_vector(wide, ir.Constant(wide.type, [0.0] * lanes), order)
+                    builder.store(wide, pointer(builder, _at(builder, target, (_int(d), 4)), _v_f32), align=64)
+                return []
+
+            _loop(builder, count, [], body)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    return value_tile
+
+
+def make_scores(rows: int, head_dim: int) -> Any:
+    """The intrinsic `scores(q, keys, out, scale)`: out[r][i] = scale * sum over d of q[r][d] * keys[d][i], for `rows` rows of q."""
+    unroll = 8
+
+    @intrinsic
+    def scores(typingctx: Any, q: Any, keys: Any, out: Any, scale: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            q, keys, out, scale = args
+
+            def body(index: Any, sums: list[Any]) -> list[Any]:
+                first = builder.mul(index, _int(unroll))
+                for step in range(unroll):
+                    d = builder.add(first, _int(step))
+                    vectors = [_load(builder, _at(builder, keys, (d, 4 * TILE), (_int(v), 4 * LANES)), 64) for v in range(_VECTORS)]
+                    for r in range(rows):
+                        factor = _splat_load(builder, _at(builder, q, (d, 4), (_int(r), 4 * head_dim)))
+                        for v in range(_VECTORS):
+                            sums[r * _VECTORS + v] = _fma(builder, factor, vectors[v], sums[r * _VECTORS + v])
+                return sums
+
+            sums = _loop(builder, _int(head_dim // unroll), [_ZERO] * (rows * _VECTORS), body)
+            factor = splat_value(builder, scale)
+            for i, total in enumerate(sums):
+                builder.store(builder.fmul(total, factor), pointer(builder, _at(builder, out, (_int(i), 4 * LANES)), _v_f32), align=64)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.float32), generate
+
+    return scores
+
+
+def make_weighted_sum(rows: int, head_dim: int) -> Any:
+    """The intrinsic `weighted_sum(weights, values, sums, sums_stride, factors, factors_stride, count)`, for `rows` rows:
+    sums[r] = sums[r] * factors[r] + the sum over i < count of weights[r][i] * values[i]; strides in bytes, weights of TILE a row."""
+    vectors = padded(head_dim) // LANES
+    groups = [range(first, min(first + 4, vectors)) for first in range(0, vectors, 4)]
+
+    @intrinsic
+    def weighted_sum(typingctx: Any, weights: Any, values: Any, sums: Any, sums_stride: Any, factors: Any, factors_stride: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, values, sums, sums_stride, factors, factors_stride, count = args
+
+            def address_of_sum(r: int, v: int) -> Any:
+                return builder.add(builder.add(sums, builder.mul(sums_stride, _int(r))), _int(4 * LANES * v))
+
+            for group in groups:
+                start = []
+                for r in range(rows):
+                    factor = _splat_load(builder, builder.add(factors, builder.mul(factors_stride, _int(r))))
+                    start += [builder.fmul(_load(builder, address_of_sum(r, v), 64), factor) for v in group]
+
+                def body(index: Any, carried: list[Any], group: range = group) -> list[Any]:
+                    row = _at(builder, values, (index, 4 * padded(head_dim)))
+                    loaded = [_load(builder, builder.add(row, _int(4 * LANES * v)), 64) for v in group]
+                    for r in range(rows):
+                        weight = _splat_load(builder, _at(builder, weights, (_int(r), 4 * TILE), (index, 4)))
+                        for j, value in enumerate(loaded):
+                            carried[r * len(group) + j] = _fma(builder, weight, value, carried[r * len(group) + j])
+                    return carried
+
+                result = _loop(builder, count, start, body)
+                for r in range(rows):
+                    for j, v in enumerate(group):
+                        builder.store(result[r * len(group) + j], pointer(builder, address_of_sum(r, v), _v_f32), align=64)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return weighted_sum
+
+
+@intrinsic
+def keep_lanes(typingctx: Any, value: Any, count: Any) -> Any:
+    """The first `count` lanes of a vector; -inf in the others."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.Constant(_v_i32, list(range(LANES)))
+        kept = builder.icmp_signed("<", lanes, splat_value(builder, builder.trunc(args[1], _i32)))
+        return builder.select(kept, args[0], ir.Constant(_v_f32, [float("-inf")] * LANES))
+
+    return f32x16(f32x16, types.int64), generate
+
+
+@intrinsic
+def first_lane(typingctx: Any, value: Any) -> Any:
+    """Lane 0."""
+    return types.float32(f32x16), lambda context, builder, signature, args: builder.extract_element(args[0], ir.Constant(_i32, 0))
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of 16 rows of 32-bit lanes: interleave lanes, pairs of lanes, then 128-bit quarters."""
+
+    def shuffle(a: Any, b: Any, order: list[int]) -> Any:
+        return builder.shuffle_vector(a, b, ir.Constant(_v_i32, order))
+
+    quarters = range(0, LANES, 4)
+    low = [q + lane for q in quarters for lane in (0, LANES, 1, LANES + 1)]
+    low_pairs = [q + lane for q in quarters for lane in (0, 1, LANES, LANES + 1)]
+    columns: list[Any] = [None] * LANES
+    interleaved = []  # [g][c]: lanes 4 q + r hold row 4 g + r, column 4 q + c
+    for g in range(4):
+        a, b, c, d = rows[4 * g : 4 * g + 4]
+        first = [shuffle(a, b, [i + half for i in low]) for half in (0, 2)]
+        second = [shuffle(c, d, [i + half for i in low]) for half in (0, 2)]
+        interleaved.append([shuffle(first[i // 2], second[i // 2], [j + 2 * (i % 2) for j in low_pairs]) for i in range(4)])
+    for c in range(4):
+        a, b, d, e = (interleaved[g][c] for g in range(4))
+        for half in (0, 1):
+            both = [*range(8 * half, 8 * half + 8), *range(LANES + 8 * half, LANES + 8 * half + 8)]
+            upper, lower = shuffle(a, b, both), shuffle(d, e, both)
+            for quarter in (0, 1):
+                picked = [base + 4 * quarter + lane for base in (0, 8, LANES, LANES + 8) for lane in range(4)]
+                columns[4 * (2 * half + quarter) + c] = shuffle(upper, lower, picked)
+    return columns
+
+
+def _words(builder: Any, column: Any, dtype: DType) -> list[Any]:
+    """The float32 vectors in a vector of 32-bit lanes: one, or the lower and the upper halves."""
+    if dtype == "float32":
+        return [builder.bitcast(column, _v_f32)]
+    if dtype == "bfloat16":
+        upper = builder.and_(column, ir.Constant(_v_i32, [-65536] * LANES))
+        return [builder.bitcast(bits, _v_f32) for bits in (builder.shl(column, ir.Constant(_v_i32, [16] * LANES)), upper)]
+    halves = column, builder.lshr(column, ir.Constant(_v_i32, [16] * LANES))
+    return [widen_value(builder, builder.trunc(half, _v_i16), dtype) for half in halves]
+
+
+def _loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emit `for index in range(count)` with loop-carried values; returns their values after the loop."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(_i64)
+    values = [builder.phi(value.type) for value in carried]
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+    builder.position_at_end(inside)
+    results = body(index, list(values))
+    end = builder.block
+    index.add_incoming(_int(0), before)
+    index.add_incoming(builder.add(index, _int(1)), end)
+    for phi, start, result in zip(values, carried, results, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(result, end)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(_i64, value)
+
+
+def _at(builder: Any, base: Any, *terms: tuple[Any, int]) -> Any:
+    """base + sum of index * stride."""
+    for index, stride in terms:
+        base = builder.add(base, builder.mul(index, _int(stride)))
+    return base
+
+
+def _load(builder: Any, address: Any, align: int) -> Any:
+    return builder.load(pointer(builder, address, _v_f32), align=align)
+
+
+def _splat_load(builder: Any, address: Any) -> Any:
+    return splat_value(builder, builder.load(pointer(builder, address, _f32), align=4))
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.call(declare(builder, "llvm.fma.v16f32", _v_f32, [_v_f32] * 3), [a, b, c])
