@@ -1,0 +1,385 @@
+"""The ledger: what each step was promised, and what of it has landed.
+
+Promises come from the scheduler, never from the transfers that happen to exist: a read that was never issued counts as not landed.
+Transports report ends of transfers from any thread; the ledger alone says that a layer of a step has landed.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from interlock.core.errors import KVTransferError
+from interlock.core.step import LoadPromise
+from interlock.kv_transfer.clock import Clock, MonotonicClock
+
+logger = logging.getLogger(__name__)
+
+LayerLanded = Callable[[int, int, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """A promise that was not kept: positions from `first_invalid_position` on, and the local blocks that hold them."""
+
+    req_id: str
+    first_invalid_position: int
+    block_ids: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a step's promises. landed_positions: summed over layers."""
+
+    failures: tuple[LoadFailure, ...] = ()
+    landed_positions: int = 0
+
+    @property
+    def invalid_block_ids(self) -> frozenset[int]:
+        """Local blocks whose content is not what was promised."""
+        return frozenset(block for failure in self.failures for block in failure.block_ids)
+
+    @property
+    def load_errors(self) -> dict[str, str]:
+        """Cause per request."""
+        return {failure.req_id: failure.cause for failure in self.failures}
+
+
+@dataclass(slots=True)
+class LedgerCounters:
+    """Reports that were dropped: ids never given out, ids that had ended, ids whose step gave up or is over."""
+
+    unknown: int = 0
+    duplicate: int = 0
+    late: int = 0
+
+
+class Ledger:
+    """The promises of the open steps. All methods may be called from any thread.
+
+    on_layer_landed(layer, step, error): called once per layer that a step was promised something of, when all of that has ended,
+    in the order of the steps; it runs under the ledger's lock, so it must neither block nor call back.
+    """
+
+    def __init__(self, num_layers: int, block_size: int, clock: Clock | None = None, on_layer_landed: LayerLanded | None = None) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.clock: Clock = clock or MonotonicClock()
+        self.counters = LedgerCounters()
+        self._on_layer_landed = on_layer_landed
+        self._condition = threading.Condition(threading.RLock())
+        self._steps: dict[int, _Step] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._next_transfer = 1
+        self._last_step = -1
+
+    # ---- the step's side
+
+    def open_step(self, step: int, promises: Iterable[LoadPromise], timeout: float) -> None:
+        """Begin a step: everything in `promises` must land within `timeout` seconds. Stamps only grow."""
+        with self._condition:
+            if step <= self._last_step:
+                raise KVTransferError(f"step {step} opened after step {self._last_step}; stamps of steps only grow")
+            record = _Step(step, self.clock.now() + timeout, timeout, [[] for _ in range(self.num_layers)], [0] * self.num_layers)
+            for promise in promises:
+                self._add_promise(record, promise)
+            self._last_step = step
+            self._steps[step] = record
+
+    def wait_layer(self, step: int, layer: int) -> bool:
+        """Wait until all that `step` was promised of `layer` has ended, or the deadline. True: all of it landed.
+
+        At the deadline whatever is outstanding in the step is failed; that is never permission to use it.
+        """
+        return self._wait(step, range(layer, layer + 1))
+
+    def wait_step(self, step: int) -> bool:
+        """As `wait_layer`, for all layers."""
+        return self._wait(step, range(self.num_layers))
+
+    def expire(self, step: int, cause: str) -> None:
+        """Give up: whatever of the step has not landed has failed; reports for it that come now are late."""
+        with self._condition:
+            self._expire(self._step(step), cause)
+
+    def is_expired(self, step: int) -> bool:
+        """Whether the step gave up on something at its deadline."""
+        with self._condition:
+            return self._step(step).expired
+
+    def has_unfinished_transfers(self, step: int) -> bool:
+        """Whether a read of the step was begun whose end has not been reported: its bytes may still be on the way."""
+        with self._condition:
+            return any(transfer.step == step and not transfer.ended for transfer in self._transfers.values())
+
+    def has_promises(self, step: int) -> bool:
+        """Whether the step was promised anything."""
+        with self._condition:
+            return bool(self._step(step).by_request)
+
+    def close_step(self, step: int) -> Verdict:
+        """End the step. What has not landed by now has failed."""
+        with self._condition:
+            record = self._step(step)
+            self._expire(record, "it was never read")
+            del self._steps[step]
+            self._transfers = {i: t for i, t in self._transfers.items() if t.step != step}
+            return record.verdict(self.block_size)
+
+    def abandon_step(self, step: int) -> None:
+        """End the step, if it is open, without a verdict: its forward failed."""
+        with self._condition:
+            if step in self._steps:
+                self.close_step(step)
+
+    # ---- the connector's side
+
+    def begin_transfer(self, step: int, req_id: str, layer: int, start: int, stop: int) -> int:
+        """A read of positions [start, stop) of one layer of a promise is about to be issued. Returns its transfer id, never used again.
+
+        Ranges of one promise must not overlap. Raises KVTransferError when nothing like it was promised.
+        """
+        with self._condition:
+            pieces = self._step(step).by_request.get(req_id)
+            if pieces is None or not 0 <= layer < self.num_layers:
+                raise KVTransferError(f"step {step} was promised nothing of request {req_id!r}, layer {layer}")
+            piece = pieces[layer]
+            piece.issue(start, stop)
+            transfer_id = self._next_transfer
+            self._next_transfer += 1
+            self._transfers[transfer_id] = _Transfer(step, piece, start, stop)
+            return transfer_id
+
+    def end_transfer(self, transfer_id: int, error: str | None = None) -> bool:
+        """Report the end of a transfer: landed and confirmed, or failed with a cause. False: the report was dropped (and counted)."""
+        with self._condition:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None or transfer.ended:
+                self._drop(transfer_id, transfer)
+                return False
+            record = self._steps[transfer.step]
+            transfer.ended = True
+            if transfer.piece.closed:
+                self._drop(transfer_id, None)
+                return False
+            if error is None:
+                transfer.piece.landed.append((transfer.start, transfer.stop))
+            else:
+                transfer.piece.cause = transfer.piece.cause or error
+            transfer.piece.ended += transfer.stop - transfer.start
+            self._settle(record, transfer.piece)
+            return True
+
+    def fail_promise(self, step: int, req_id: str, cause: str) -> None:
+        """Nothing more will be read for this request in this step (its peer refused, its reference is void, …)."""
+        with self._condition:
+            record = self._step(step)
+            for piece in record.by_request.get(req_id, ()):
+                if not piece.closed:
+                    piece.cause = piece.cause or cause
+                    self._close(record, piece)
+
+    # ---- on behalf of a connector that does not report
+
+    def claim_layer(self, step: int, layer: int) -> None:
+        """The connector's return is its claim that the layer has landed. A claim after the deadline is too late."""
+        with self._condition:
+            record = self._step(step)
+            if self.clock.now() > record.deadline:
+                self._expire(record, record.timeout_cause)
+            for piece in record.by_layer[layer]:
+                if not piece.closed:
+                    piece.landed = [(piece.start, piece.stop)]
+                    self._close(record, piece)
+
+    def fail_layer(self, step: int, layer: int, cause: str) -> None:
+        """Whatever the layer was promised must count as not landed, reports notwithstanding (its wait was never made)."""
+        with self._condition:
+            record = self._step(step)
+            for piece in record.by_layer[layer]:
+                piece.landed = []
+                piece.cause = cause
+                self._close(record, piece)
+
+    def retract_blocks(self, step: int, block_ids: Iterable[int], cause: str) -> None:
+        """The connector names local blocks whose load failed: their positions count as not landed, in every layer."""
+        bad = set(block_ids)
+        with self._condition:
+            record = self._step(step)
+            for piece in record.all_pieces():
+                positions = [p for p in piece.block_positions(self.block_size) if p[0] in bad]
+                if positions:
+                    piece.cut(min(position for _, position in positions))
+                    piece.cause = piece.cause or cause
+
+    # ---- below: with the lock held
+
+    def _add_promise(self, record: "_Step", promise: LoadPromise) -> None:
+        if not 0 <= promise.start <= promise.stop:
+            raise KVTransferError(f"request {promise.req_id!r} was promised positions [{promise.start}, {promise.stop}), expected 0 <= start <= stop")
+        if promise.start == promise.stop:
+            return
+        expected = (promise.stop - 1) // self.block_size - promise.start // self.block_size + 1
+        if len(promise.block_ids) != expected:
+            raise KVTransferError(
+                f"request {promise.req_id!r}: positions [{promise.start}, {promise.stop}) lie in {expected} blocks of {self.block_size}, "
+                f"the promise names {len(promise.block_ids)}"
+            )
+        if promise.req_id in record.by_request:
+            raise KVTransferError(f"request {promise.req_id!r} has two load promises in step {record.step}, expected one")
+        pieces = record.by_request[promise.req_id] = [_Piece(promise, layer) for layer in range(self.num_layers)]
+        for piece in pieces:
+            record.by_layer[piece.layer].append(piece)
+            record.open_pieces[piece.layer] += 1
+
+    def _step(self, step: int) -> "_Step":
+        record = self._steps.get(step)
+        if record is None:
+            raise KVTransferError(f"step {step} is not open in the ledger; open steps: {sorted(self._steps)}")
+        return record
+
+    def _wait(self, step: int, layers: Sequence[int]) -> bool:
+        with self._condition:
+            record = self._step(step)
+            while any(record.open_pieces[layer] for layer in layers):
+                if self.clock.now() >= record.deadline:
+                    self._expire(record, record.timeout_cause)
+                    break
+                self.clock.wait_until(self._condition, record.deadline)
+            return all(piece.complete for layer in layers for piece in record.by_layer[layer])
+
+    def _expire(self, record: "_Step", cause: str) -> None:
+        for piece in record.all_pieces():
+            if not piece.closed:
+                record.expired = True
+                piece.cause = piece.cause or cause
+                self._close(record, piece)
+
+    def _settle(self, record: "_Step", piece: "_Piece") -> None:
+        if piece.ended == piece.stop - piece.start:
+            self._close(record, piece)
+
+    def _close(self, record: "_Step", piece: "_Piece") -> None:
+        if piece.closed:
+            return
+        piece.closed = True
+        record.open_pieces[piece.layer] -= 1
+        if record.open_pieces[piece.layer] == 0:
+            self._publish(piece.layer)
+            self._condition.notify_all()
+
+    def _publish(self, layer: int) -> None:
+        """Tell the callback of every step whose layer has ended, oldest first, up to the first that is still waiting."""
+        for record in self._steps.values():
+            if record.open_pieces[layer]:
+                return
+            if layer not in record.published and record.by_layer[layer]:
+                record.published.add(layer)
+                error = not all(piece.complete for piece in record.by_layer[layer])
+                if self._on_layer_landed is not None:
+                    self._on_layer_landed(layer, record.step, error)
+
+    def _drop(self, transfer_id: int, transfer: "_Transfer | None") -> None:
+        if transfer is not None:
+            kind = "duplicate"
+        elif 0 < transfer_id < self._next_transfer:
+            kind = "late"
+        else:
+            kind = "unknown"
+        setattr(self.counters, kind, getattr(self.counters, kind) + 1)
+        logger.warning("dropped a %s report for transfer %d", kind, transfer_id)
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One promise, one layer. `ended`: positions whose transfer has ended; `closed`: nothing that comes now can change it."""
+
+    promise: LoadPromise
+    layer: int
+    issued: list[tuple[int, int]] = field(default_factory=list)
+    landed: list[tuple[int, int]] = field(default_factory=list)
+    ended: int = 0
+    closed: bool = False
+    cause: str | None = None
+
+    @property
+    def start(self) -> int:
+        return self.promise.start
+
+    @property
+    def stop(self) -> int:
+        return self.promise.stop
+
+    @property
+    def first_invalid(self) -> int:
+        """The first promised position that has not landed; `stop` if all have."""
+        position = self.start
+        for start, stop in sorted(self.landed):
+            if start > position:
+                break
+            position = max(position, stop)
+        return position
+
+    @property
+    def complete(self) -> bool:
+        return self.first_invalid >= self.stop
+
+    def issue(self, start: int, stop: int) -> None:
+        if not self.start <= start < stop <= self.stop:
+            raise KVTransferError(
+                f"request {self.promise.req_id!r}, layer {self.layer}: positions [{start}, {stop}) leave the promised [{self.start}, {self.stop})"
+            )
+        if any(start < other_stop and other_start < stop for other_start, other_stop in self.issued):
+            raise KVTransferError(f"request {self.promise.req_id!r}, layer {self.layer}: positions [{start}, {stop}) are read twice")
+        self.issued.append((start, stop))
+
+    def cut(self, position: int) -> None:
+        """Positions from `position` on have not landed."""
+        self.landed = [(start, min(stop, position)) for start, stop in self.landed if start < position]
+
+    def block_positions(self, block_size: int) -> list[tuple[int, int]]:
+        """Per block of the promise: its id and the first promised position in it."""
+        first = self.start // block_size
+        return [(block, max(self.start, (first + i) * block_size)) for i, block in enumerate(self.promise.block_ids)]
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    step: int
+    piece: _Piece
+    start: int
+    stop: int
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    step: int
+    deadline: float
+    timeout: float
+    by_layer: list[list[_Piece]]
+    open_pieces: list[int]  # per layer
+    by_request: dict[str, list[_Piece]] = field(default_factory=dict)
+    published: set[int] = field(default_factory=set)
+    expired: bool = False
+
+    def all_pieces(self) -> Iterator[_Piece]:
+        return itertools.chain.from_iterable(self.by_layer)
+
+    @property
+    def timeout_cause(self) -> str:
+        return f"it had not landed {self.timeout:g} s after the step began (kv_load_timeout)"
+
+    def verdict(self, block_size: int) -> Verdict:
+        failures = []
+        for req_id, pieces in self.by_request.items():
+            worst = min(pieces, key=lambda piece: piece.first_invalid)
+            if not worst.complete:
+                first = worst.first_invalid
+                skipped = first // block_size - worst.start // block_size
+                cause = f"layer {worst.layer}, position {first}: {worst.cause or 'it was never read'}"
+                failures.append(LoadFailure(req_id, first, worst.promise.block_ids[skipped:], cause))
+        landed = sum(piece.first_invalid - piece.start for piece in self.all_pieces())
+        return Verdict(tuple(failures), landed)

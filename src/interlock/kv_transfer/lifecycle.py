@@ -1,0 +1,394 @@
+"""One connector step per SchedulerOutput: its order, its states, and the rung on which its loads are waited for.
+
+Order (design of a step): handle_preemptions → bind metadata → start_load_kv at once if the step consumes loads, otherwise in
+finish_forward, right after the launch → layer hooks → finish_forward → post_forward, after everything that writes KV.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from interlock.core.buffer import Buffer
+from interlock.core.config import KVCacheConfig, KVLoadWait
+from interlock.core.errors import ConfigError, LifecycleError
+from interlock.core.forward_context import AttentionMetadata, CUDAGraphMode, ForwardContext
+from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.kv_transfer.connector import KVConnector
+from interlock.kv_transfer.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+class Rung(enum.Enum):
+    """How a load is waited for. BARRIER: before the launch. HOOK: before each layer's KV write, from Python."""
+
+    BARRIER = "barrier"
+    HOOK = "hook"
+
+
+class StepState(enum.Enum):
+    """State of a connector step. CREATED: pre_forward has not been called."""
+
+    CREATED = 0
+    OPEN = 1
+    FINISHED = 2
+    ABORTED = 3
+
+
+class StepBatch(Protocol):
+    """What a connector step reads of the runner's input batch."""
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Requests of the step, in batch order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+
+
+def choose_rung(mode: CUDAGraphMode, connector: KVConnector, kv_load_wait: KVLoadWait) -> Rung:
+    """The rung of a step that runs in `mode`: the one place where it is chosen. Raises ConfigError for a forced rung that cannot be had."""
+    name = type(connector).__name__
+    if kv_load_wait == "gate":
+        raise ConfigError(f"kv_load_wait is 'gate', but programs have no gate nodes on this device (connector {name}); use 'auto' or 'barrier'")
+    if kv_load_wait == "barrier":
+        return Rung.BARRIER
+    if mode is not CUDAGraphMode.FULL:
+        return Rung.HOOK
+    if kv_load_wait == "hook":
+        raise ConfigError("kv_load_wait is 'hook', but no Python runs between the layers of a FULL replay; set cudagraph_mode to PIECEWISE or NONE")
+    return Rung.BARRIER
+
+
+class KVStepDriver:
+    """Drives the worker half of a connector through the steps of one rank; its `before_layer` and `after_layer` are the model's hooks.
+
+    kv_caches: per layer name, in layer order, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+    load_timeout: seconds from the start of a step to the deadline of its loads. modes: the run-time modes that steps may have,
+    checked against `kv_load_wait` now rather than in the middle of a step. synchronize: returns when every kernel launched so far
+    has run; called before `save_kv_layer` of a connector that saves layers.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnector,
+        ledger: Ledger,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: Mapping[str, Buffer],
+        *,
+        load_timeout: float,
+        kv_load_wait: KVLoadWait,
+        modes: Iterable[CUDAGraphMode],
+        synchronize: Callable[[], None],
+    ) -> None:
+        for mode in modes:
+            choose_rung(mode, connector, kv_load_wait)
+        self.connector = connector
+        self.ledger = ledger
+        self.layer_names = kv_cache_config.layer_names
+        self.kv_caches = kv_caches
+        self.load_timeout = load_timeout
+        self.kv_load_wait: KVLoadWait = kv_load_wait
+        self.synchronize = synchronize
+        self.bytes_per_layer_token = kv_cache_config.block_bytes // kv_cache_config.block_size
+        self._open: KVStep | None = None
+        self._disabled = False
+
+    def begin(self, context: ForwardContext) -> "KVStep":
+        """A step in `context`; use as a context manager, or call its methods and end it with `post_forward` or `abort`."""
+        if not isinstance(context, ForwardContext):
+            raise LifecycleError(f"a connector step was begun with {context!r}, expected the step's ForwardContext; there is no default one")
+        if self._disabled:
+            raise LifecycleError(f"step {context.step} was begun while the connector is disabled (warm-up and capture never reach it)")
+        if self._open is not None:
+            raise LifecycleError(
+                f"step {context.step} was begun while step {self._open.context.step} is {self._open.state.name}; "
+                "end each step with post_forward or abort before the next"
+            )
+        self._open = KVStep(self, context)
+        return self._open
+
+    def no_forward(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: StepBatch) -> KVConnectorOutput:
+        """The whole lifecycle of a step without tokens."""
+        with self.begin(context) as step:
+            step.pre_forward(scheduler_output, batch, None)
+            step.finish_forward()
+            return step.post_forward(scheduler_output.finished_req_ids)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, the layer hooks do nothing and no step may begin: for warm-up, capture, and dummy forwards."""
+        if self._open is not None:
+            raise LifecycleError(f"the connector was disabled while step {self._open.context.step} is {self._open.state.name}")
+        before, self._disabled = self._disabled, True
+        try:
+            yield
+        finally:
+            self._disabled = before
+
+    def before_layer(self, layer_index: int) -> None:
+        """Hook in front of a layer's KV write (eager and piecewise): returns when its loads have ended."""
+        if not self._disabled:
+            self._current("before_layer").before_layer(layer_index)
+
+    def after_layer(self, layer_index: int) -> None:
+        """Hook behind a layer's attention (eager and piecewise)."""
+        if not self._disabled:
+            self._current("after_layer").after_layer(layer_index)
+
+    def shutdown(self) -> None:
+        """Abort a step that is still open and shut the connector down."""
+        if self._open is not None:
+            self._open.abort()
+        self.connector.shutdown()
+
+    def _current(self, what: str) -> "KVStep":
+        if self._open is None:
+            raise LifecycleError(f"{what} was called outside a step; call begin and pre_forward first, or run inside disabled()")
+        return self._open
+
+    def _closed(self, step: "KVStep") -> None:
+        assert self._open is step
+        self._open = None
+
+
+class KVStep:
+    """One step of a connector: CREATED → OPEN → FINISHED or ABORTED. Made by `KVStepDriver.begin`."""
+
+    def __init__(self, driver: KVStepDriver, context: ForwardContext) -> None:
+        self.context = context
+        self.state = StepState.CREATED
+        self.rung = choose_rung(context.cudagraph_runtime_mode, driver.connector, driver.kv_load_wait)
+        self._driver = driver
+        self._connector = driver.connector
+        self._ledger = driver.ledger
+        self._attn_metadata: AttentionMetadata | None = None
+        self._deferred: Callable[[], None] | None = None
+        self._waited: set[int] = set()
+        self._loads_aborted = False
+        self._forward_finished = False
+        self._seconds_waited = 0.0
+
+    def __enter__(self) -> "KVStep":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.state in (StepState.CREATED, StepState.OPEN):
+            self.abort()
+            if kind is None:
+                raise LifecycleError(f"step {self.context.step} was left without post_forward or abort; it has been aborted")
+
+    def pre_forward(self, scheduler_output: SchedulerOutput, input_batch: StepBatch, attn_metadata: AttentionMetadata | None) -> None:
+        """Before the launch. On rung BARRIER it returns only when every promised read has landed or counts as failed."""
+        if self.state is not StepState.CREATED:
+            raise LifecycleError(f"pre_forward of step {self.context.step}, which is {self.state.name}; it is called once, first")
+        if scheduler_output.step != self.context.step:
+            raise LifecycleError(f"the context belongs to step {self.context.step}, the scheduler output to step {scheduler_output.step}")
+        self.state = StepState.OPEN
+        self._attn_metadata = attn_metadata
+        self._connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+        self._connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
+        self._ledger.open_step(self.context.step, scheduler_output.load_promises, self._driver.load_timeout)
+
+        def start() -> None:
+            self._connector.start_load_kv(
+                self.context,
+                scheduler_output=scheduler_output,
+                request_ids=list(input_batch.req_ids),
+                num_tokens=input_batch.num_tokens,
+                attn_metadata=attn_metadata,
+                ledger=self._ledger,
+            )
+
+        if not scheduler_output.has_sync_kv_loads:
+            self._deferred = start
+            return
+        began = self._ledger.clock.now()
+        self._guarded(start, range(len(self._driver.layer_names)))
+        if self.rung is Rung.BARRIER:
+            self._barrier()
+        self._seconds_waited += self._ledger.clock.now() - began
+
+    def before_layer(self, layer_index: int) -> None:
+        """See `KVStepDriver.before_layer`."""
+        self._require_open("before_layer")
+        if layer_index not in self._waited:
+            began = self._ledger.clock.now()
+            self._wait_layer(layer_index)
+            self._seconds_waited += self._ledger.clock.now() - began
+
+    def after_layer(self, layer_index: int) -> None:
+        """See `KVStepDriver.after_layer`."""
+        self._require_open("after_layer")
+        if self._connector.saves_layers:
+            self._driver.synchronize()
+            name = self._driver.layer_names[layer_index]
+            self._connector.save_kv_layer(name, self._driver.kv_caches[name], self._attn_metadata)
+
+    def finish_forward(self) -> None:
+        """Right after the launch, before sampling: submits the loads that this step does not consume."""
+        self._require_open("finish_forward")
+        if self._forward_finished:
+            raise LifecycleError(f"finish_forward of step {self.context.step} was called twice")
+        self._forward_finished = True
+        if self._deferred is not None:
+            self._deferred()
+            self._deferred = None
+        self._connector.finish_forward()
+
+    def post_forward(self, finished_req_ids: frozenset[str]) -> KVConnectorOutput:
+        """After everything that writes KV in this step has run, drafts included. Ends the step."""
+        self._require_open("post_forward")
+        if not self._forward_finished:
+            raise LifecycleError(f"post_forward of step {self.context.step} before its finish_forward")
+        step, connector = self.context.step, self._connector
+        connector.wait_for_save()
+        results = connector.get_transfer_results(finished_req_ids)
+        bad_blocks = connector.get_block_ids_with_load_errors()
+        self._ledger.retract_blocks(step, bad_blocks, "the connector reports a load error of its block")
+        self._fail_unwaited_layers()
+        if self._ledger.is_expired(step) or self._ledger.has_unfinished_transfers(step):
+            self._abort_loads()
+        verdict = self._ledger.close_step(step)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=verdict.invalid_block_ids | frozenset(bad_blocks),
+            load_errors=verdict.load_errors,
+            kv_connector_stats=dict(connector.get_kv_connector_stats()),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+            load_wait_seconds=self._seconds_waited,
+            loaded_bytes=verdict.landed_positions * self._driver.bytes_per_layer_token,
+        )
+        connector.clear_connector_metadata()
+        self._end(StepState.FINISHED)
+        return output
+
+    def abort(self) -> None:
+        """The step failed: stop its loads and forget it."""
+        if self.state in (StepState.FINISHED, StepState.ABORTED):
+            raise LifecycleError(f"abort of step {self.context.step}, which is {self.state.name}")
+        opened = self.state is StepState.OPEN
+        self._end(StepState.ABORTED)
+        if opened:
+            self._ledger.abandon_step(self.context.step)
+            self._abort_loads()
+            self._connector.clear_connector_metadata()
+
+    # ---- waiting
+
+    def _barrier(self) -> None:
+        layers = range(len(self._driver.layer_names))
+        if self._connector.supports_timelines:
+            self._ledger.wait_step(self.context.step)
+            self._waited.update(layers)
+        else:
+            for layer in layers:
+                self._wait_layer(layer)
+        if self._ledger.is_expired(self.context.step):
+            self._abort_loads()
+
+    def _wait_layer(self, layer: int) -> None:
+        """Ask the connector, then the ledger; under FULL a connector's return from start_load_kv was its claim."""
+        step = self.context.step
+        if not self._ledger.has_promises(step):
+            # An asynchronous or saving connector may still count on the call.
+            if self.context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+                self._connector.wait_for_layer_load(self._driver.layer_names[layer])
+            self._waited.add(layer)
+            return
+        if self.context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+            self._guarded(lambda: self._connector.wait_for_layer_load(self._driver.layer_names[layer]), range(layer, layer + 1))
+        if not self._connector.supports_timelines:
+            self._ledger.claim_layer(step, layer)
+        self._ledger.wait_layer(step, layer)
+        self._waited.add(layer)
+        if self._ledger.is_expired(step):
+            self._abort_loads()
+
+    def _guarded(self, call: Callable[[], None], layers: Iterable[int]) -> None:
+        """What a connector raises while it loads costs the loads, not the engine."""
+        try:
+            call()
+        except Exception as error:
+            logger.exception("%s raised while it loaded; its loads of step %d count as failed", type(self._connector).__name__, self.context.step)
+            for layer in layers:
+                self._ledger.fail_layer(self.context.step, layer, f"the connector raised {type(error).__name__}: {error}")
+
+    def _fail_unwaited_layers(self) -> None:
+        """A layer that nobody waited for may have run before its KV landed."""
+        for layer, name in enumerate(self._driver.layer_names):
+            if layer not in self._waited:
+                self._ledger.fail_layer(self.context.step, layer, f"layer {name!r} ran without waiting for its load")
+
+    def _abort_loads(self) -> None:
+        if not self._loads_aborted:
+            self._loads_aborted = True
+            self._connector.abort_loads(self.context.step)
+
+    def _require_open(self, what: str) -> None:
+        if self.state is not StepState.OPEN:
+            raise LifecycleError(
+                f"{what} of step {self.context.step}, which is {self.state.name}; expected OPEN (between pre_forward and post_forward)"
+            )
+
+    def _end(self, state: StepState) -> None:
+        self.state = state
+        self._driver._closed(self)
+
+
+class InertKVStepDriver:
+    """The driver of an engine without a connector: the same calls, nothing behind them."""
+
+    def begin(self, context: ForwardContext) -> "InertKVStep":
+        """See `KVStepDriver.begin`."""
+        return InertKVStep(context)
+
+    def no_forward(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: StepBatch) -> None:
+        """See `KVStepDriver.no_forward`."""
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """See `KVStepDriver.disabled`."""
+        yield
+
+    def before_layer(self, layer_index: int) -> None:
+        """Nothing is loaded."""
+
+    def after_layer(self, layer_index: int) -> None:
+        """Nothing is saved."""
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
+
+
+class InertKVStep:
+    """See `InertKVStepDriver`."""
+
+    def __init__(self, context: ForwardContext) -> None:
+        self.context = context
+
+    def __enter__(self) -> "InertKVStep":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+    def pre_forward(self, scheduler_output: SchedulerOutput, input_batch: StepBatch, attn_metadata: AttentionMetadata | None) -> None:
+        """Raises LifecycleError if the step was promised loads: without a connector nobody would make them."""
+        if scheduler_output.has_sync_kv_loads:
+            raise LifecycleError(f"step {scheduler_output.step} consumes KV loads, but the engine has no connector (kv_transfer_config)")
+
+    def finish_forward(self) -> None:
+        """Nothing to submit."""
+
+    def post_forward(self, finished_req_ids: frozenset[str]) -> None:
+        """No report."""
+
+    def abort(self) -> None:
+        """Nothing to stop."""
