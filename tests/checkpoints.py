@@ -66,7 +66,15 @@ def make_tiny_llama(
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     weights = random_weights(
-        seed, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim or hidden_size // num_heads, tie
+        seed=seed,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim or hidden_size // num_heads,
+        tie=tie,
     )
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -134,7 +142,17 @@ def make_tiny_llama_gguf(
     rope_freqs: per-frequency divisors `[head_dim / 2]`. metadata: further keys, written as they are. The file has no tokenizer.
     """
     head_size = head_dim or hidden_size // num_heads
-    weights = random_weights(seed, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size, tie)
+    weights = random_weights(
+        seed=seed,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_size,
+        tie=tie,
+    )
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(max_position_embeddings)
     writer.add_embedding_length(hidden_size)
@@ -167,6 +185,7 @@ def make_tiny_llama_gguf(
 
 
 def random_weights(
+    *,
     seed: int,
     vocab_size: int,
     hidden_size: int,
