@@ -9,6 +9,7 @@ import functools
 from typing import Final, Literal, get_args
 
 from interlock.core.buffer import ALIGNMENT, DType
+from interlock.kernels.cpu import attention_layout
 from interlock.kernels.native import Kernel, kernel
 
 WeightFormat = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_1"]
@@ -18,6 +19,10 @@ WEIGHT_FORMATS: Final[tuple[WeightFormat, ...]] = get_args(WeightFormat)
 _MATMUL_FIELDS = ("x", "x_stride", "weight", "out", "out_stride", "residual", "rows", "n", "k", "scratch", "scratch_stride")
 
 # Products
+
+MATMUL_TILE_ROWS: Final = 12  # at most, on any CPU
+MATMUL_TOTALS_BYTES: Final = MATMUL_TILE_ROWS * 2 * ALIGNMENT
+MATMUL_BLOCK_BYTES: Final = 256 * 1024  # input rows that a thread works on at a time: half of a small second-level cache
 
 
 @functools.cache
@@ -43,8 +48,9 @@ def embedding(fmt: WeightFormat) -> Kernel:
 
 
 def matmul_scratch_bytes(k: int) -> int:
-    """`scratch_stride` of matmul and matmul_silu for products over `k` inputs."""
-    return _aligned(4 * 64 * (-(-k // 32)))
+    """`scratch_stride` of matmul and matmul_silu for products over up to `k` inputs; the scratch is aligned to 64 bytes."""
+    one_tile = -(-k // 32) * (MATMUL_TILE_ROWS * 32 * 4 + ALIGNMENT)
+    return MATMUL_TOTALS_BYTES + max(MATMUL_BLOCK_BYTES, one_tile)
 
 
 # Elementwise
@@ -91,6 +97,21 @@ def attention_merge(head_dim: int) -> Kernel:
     """Merge the partials of decode rows, in ascending split order, into out."""
     fields = ("out", "num_heads", "head_dim", "partials", "max_splits")
     return kernel(f"attention_merge_{head_dim}", "interlock.kernels.cpu.attention:attention_merge", fields, (head_dim,))
+
+
+def attention_scratch_bytes(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """`scratch_stride` of attention."""
+    return _aligned(attention_layout.scratch_bytes(num_heads, num_kv_heads, head_dim))
+
+
+def attention_max_splits(max_model_len: int) -> int:
+    """`max_splits` of attention and attention_merge."""
+    return attention_layout.num_splits(max_model_len)
+
+
+def attention_partials_bytes(max_num_seqs: int, num_heads: int, head_dim: int, max_model_len: int) -> int:
+    """Bytes of the buffer `partials`, which must begin on a cache line: a state per request, head and split."""
+    return max_num_seqs * num_heads * attention_max_splits(max_model_len) * attention_layout.state_bytes(head_dim)
 
 
 # Sampling

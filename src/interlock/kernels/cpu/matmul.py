@@ -1,0 +1,167 @@
+"""Products of float32 rows with packed weights: `matmul` and `matmul_silu` (fields: `kernels/catalog.py`).
+
+Threads split the panels of the weight. Each copies the input rows, block by block, into its own scratch in the form that tiles read (see
+`cpu/tiles.py`), and walks its panels once per block, so that a panel serves all tiles of the block from the first-level caches.
+A tile leaves its totals in scratch; the epilogue adds the residual, or applies the gate, and stores the live rows and columns.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from interlock.kernels.catalog import MATMUL_BLOCK_BYTES, MATMUL_TOTALS_BYTES
+from interlock.kernels.cpu.simd import load_f32, load_i64, reduce_add, splat, store_f32, vadd, vload, vmul, vstore
+from interlock.kernels.cpu.tiles import FOUR_BITS, SUMS_BYTES, chunk_bytes, input_scales, make_tile, tile_shapes
+from interlock.kernels.cpu.vector_math import vsilu
+from interlock.kernels.formats import GROUP, LANES, PANEL, group_nbytes
+
+_PANEL_BYTES = 4 * PANEL  # one row of totals
+_PREFETCH_BYTES = 4096
+
+
+def matmul(fmt: Any) -> Callable[..., None]:
+    """Factory of the product with an optional residual."""
+    return _product(fmt, PANEL, _store_sum)
+
+
+def matmul_silu(fmt: Any) -> Callable[..., None]:
+    """Factory of the gated product of two weights whose halves alternate."""
+    return _product(fmt, LANES, _store_gated)
+
+
+def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
+    record_bytes = group_nbytes(fmt)
+    tile_rows, run_tile = _tile_runner(fmt)
+    fill_inputs = _input_filler(fmt)
+    main_rows = max(rows for rows, _, _ in tile_shapes())
+    main_chunk_bytes = chunk_bytes(main_rows)
+
+    def product(args, slot, thread_id, num_threads):
+        x, x_stride, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        out, out_stride, residual = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+        rows, n, k = load_i64(slot + 8 * load_i64(args + 48)), load_i64(args + 56), load_i64(args + 64)
+        totals = load_i64(args + 72) + thread_id * load_i64(args + 80)
+        inputs = totals + MATMUL_TOTALS_BYTES
+        groups = (k + GROUP - 1) // GROUP
+        panels = (n + panel_outputs - 1) // panel_outputs
+        block_rows = main_rows * max(1, MATMUL_BLOCK_BYTES // (groups * main_chunk_bytes))
+        for first in range(0, rows, block_rows):
+            count = min(block_rows, rows - first)
+            row, chunk = 0, inputs
+            while row < count:
+                height = tile_rows(count - row)
+                fill_inputs(x + (first + row) * x_stride, x_stride, min(height, count - row), height, k, groups, chunk)
+                row += height
+                chunk += groups * (height * GROUP * 4 + SUMS_BYTES)
+            for panel in range(panels * thread_id // num_threads, panels * (thread_id + 1) // num_threads):
+                record = weight + panel * groups * record_bytes
+                row, chunk = 0, inputs
+                while row < count:
+                    height = tile_rows(count - row)
+                    run_tile(height, record, chunk, totals, groups)
+                    offset = (first + row) * out_stride
+                    store(totals, min(height, count - row), panel * panel_outputs, n, out + offset, out_stride, residual, offset)
+                    row += height
+                    chunk += groups * (height * GROUP * 4 + SUMS_BYTES)
+
+    return product
+
+
+def _tile_runner(fmt: Any) -> tuple[Any, Any]:
+    """`tile_rows(remaining)`: rows of the next tile, which may be more than remain; `run_tile(rows, record, chunk, totals, groups)`."""
+
+    def chain(shapes: tuple[tuple[int, int, bool], ...]) -> tuple[Any, Any]:
+        rows, halves, in_registers = shapes[0]
+        tile = make_tile(fmt, rows, halves, in_registers, _PREFETCH_BYTES if rows <= 4 and halves == 2 else 0)
+
+        @njit(error_model="numpy")
+        def run_this(record, chunk, totals, groups):
+            for half in range(0, 2, halves):
+                tile(record, half, chunk, totals + half * 4 * LANES, groups)
+
+        if len(shapes) == 1:
+            return njit(error_model="numpy")(lambda remaining: rows), njit(error_model="numpy")(
+                lambda height, record, chunk, totals, groups: run_this(record, chunk, totals, groups)
+            )
+        larger_rows, run_larger = chain(shapes[1:])
+
+        @njit(error_model="numpy")
+        def tile_rows(remaining):
+            return rows if remaining <= rows else larger_rows(remaining)
+
+        @njit(error_model="numpy")
+        def run_tile(height, record, chunk, totals, groups):
+            if height == rows:
+                run_this(record, chunk, totals, groups)
+            else:
+                run_larger(height, record, chunk, totals, groups)
+
+        return tile_rows, run_tile
+
+    return chain(tile_shapes())
+
+
+def _input_filler(fmt: Any) -> Any:
+    """`fill(x, x_stride, live, height, k, groups, chunk)`: the group chunks of one tile from its live rows; the others are zero."""
+    scaled = fmt in FOUR_BITS
+
+    @njit(error_model="numpy")
+    def fill(x, x_stride, live, height, k, groups, chunk):
+        group_bytes = height * GROUP * 4 + SUMS_BYTES
+        for row in range(height):
+            for group in range(groups):
+                to = chunk + group * group_bytes
+                here = to + row * GROUP * 4
+                source = x + row * x_stride + group * GROUP * 4
+                if row >= live:
+                    vstore(here, splat(np.float32(0.0)))
+                    vstore(here + 4 * LANES, splat(np.float32(0.0)))
+                elif (group + 1) * GROUP > k:
+                    for i in range(GROUP):
+                        store_f32(here + 4 * i, load_f32(source + 4 * i) if group * GROUP + i < k else np.float32(0.0))
+                else:
+                    vstore(here, vload(source))
+                    vstore(here + 4 * LANES, vload(source + 4 * LANES))
+                if scaled:
+                    low, high = vload(here), vload(here + 4 * LANES)
+                    store_f32(to + height * GROUP * 4 + 4 * row, reduce_add(vadd(low, high)))
+                    vstore(here, vmul(low, input_scales()))
+                    vstore(here + 4 * LANES, vmul(high, input_scales()))
+
+    return fill
+
+
+@njit(error_model="numpy")
+def _store_sum(totals, rows, column, n, out, out_stride, residual, offset):
+    """Store rows of up to 32 columns from `column` on; out is the address of the first row, `offset` its distance in the residual."""
+    for row in range(rows):
+        source, to = totals + row * _PANEL_BYTES, out + row * out_stride + 4 * column
+        added = residual + offset + row * out_stride + 4 * column
+        for first in range(0, min(PANEL, n - column), LANES):
+            if column + first + LANES <= n:
+                value = vload(source + 4 * first)
+                if residual != 0:
+                    value = vadd(vload(added + 4 * first), value)
+                vstore(to + 4 * first, value)
+            else:
+                for i in range(first, n - column):
+                    single = load_f32(source + 4 * i)
+                    if residual != 0:
+                        single = load_f32(added + 4 * i) + single
+                    store_f32(to + 4 * i, single)
+
+
+@njit(error_model="numpy")
+def _store_gated(totals, rows, column, n, out, out_stride, residual, offset):
+    """As `_store_sum`, for 16 columns of silu(first half) * second half."""
+    for row in range(rows):
+        source, to = totals + row * _PANEL_BYTES, out + row * out_stride + 4 * column
+        value = vmul(vsilu(vload(source)), vload(source + 4 * LANES))
+        if column + LANES <= n:
+            vstore(to, value)
+        else:
+            vstore(source, value)
+            for i in range(n - column):
+                store_f32(to + 4 * i, load_f32(source + 4 * i))
