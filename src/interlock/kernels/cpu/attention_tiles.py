@@ -8,41 +8,40 @@ is one FMA chain over ascending dimensions from 0, each output one FMA chain ove
 from collections.abc import Callable
 from typing import Any, Final
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from interlock.core.buffer import ITEM_SIZES, DType
+from interlock.kernels.cpu.attention_layout import STATE_FACTOR, STATE_HEADER, TILE, padded
 from interlock.kernels.cpu.rounding import stored_type, widen_value
 from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
 
-TILE: Final = 32  # keys
 _VECTORS = TILE // LANES
 
 _f32 = ir.FloatType()
 _i16, _i32, _i64 = (ir.IntType(n) for n in (16, 32, 64))
 _v_f32, _v_i32, _v_i16 = (ir.VectorType(t, LANES) for t in (_f32, _i32, _i16))
+_HAS_WIDE_REGISTERS: Final = bool(llvm.get_host_cpu_features().get("avx512f"))
 _ZERO = ir.Constant(_v_f32, [0.0] * LANES)
 
 
-def padded(head_dim: int) -> int:
-    """`head_dim` rounded up to whole vectors."""
-    return -(-head_dim // LANES) * LANES
-
-
 def make_key_tile(dtype: DType, head_dim: int) -> Any:
-    """The intrinsic `key_tile(addresses, out)`: out[d][i] = element d of the key at addresses[i] (int64 [TILE]), as float32.
+    """The intrinsic `key_tile(addresses, out, count)`: out[d][i] = element d of the key at addresses[i], as float32, for i < count.
 
+    addresses: int64, of count entries rounded up to whole vectors; that many lanes are written.
     16-bit elements are transposed in pairs, as 32-bit lanes. The last chunk of dimensions may overlap the one before it.
     """
     words_per_lane = 4 // ITEM_SIZES[dtype]
     chunk = LANES * words_per_lane  # dimensions that one 16 x 16 transpose of 32-bit lanes brings
     if head_dim < chunk:
         return _make_small_key_tile(dtype, head_dim)
+    chunks = -(-head_dim // chunk)
     last = head_dim - chunk
 
     @intrinsic
-    def key_tile(typingctx: Any, addresses: Any, out: Any) -> Any:
+    def key_tile(typingctx: Any, addresses: Any, out: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def transpose_chunk(chunk_index: Any, group: Any) -> None:
                 wanted = builder.mul(chunk_index, _int(chunk))
@@ -59,13 +58,14 @@ def make_key_tile(dtype: DType, head_dim: int) -> Any:
                         builder.store(value, pointer(builder, address, _v_f32), align=64)
 
             def body(index: Any, carried: list[Any]) -> list[Any]:
-                transpose_chunk(builder.udiv(index, _int(_VECTORS)), builder.urem(index, _int(_VECTORS)))
+                transpose_chunk(builder.urem(index, _int(chunks)), builder.udiv(index, _int(chunks)))
                 return []
 
-            _loop(builder, _int(-(-head_dim // chunk) * _VECTORS), [], body)
+            groups = builder.lshr(builder.add(args[2], _int(LANES - 1)), _int(LANES.bit_length() - 1))
+            _loop(builder, builder.mul(groups, _int(chunks)), [], body)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), generate
+        return types.void(types.int64, types.int64, types.int64), generate
 
     return key_tile
 
@@ -74,7 +74,7 @@ def _make_small_key_tile(dtype: DType, head_dim: int) -> Any:
     """`key_tile` for head dimensions below one transpose: element by element."""
 
     @intrinsic
-    def key_tile(typingctx: Any, addresses: Any, out: Any) -> Any:
+    def key_tile(typingctx: Any, addresses: Any, out: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def body(index: Any, carried: list[Any]) -> list[Any]:
                 key = builder.load(pointer(builder, _at(builder, args[0], (index, 8)), _i64), align=8)
@@ -85,10 +85,10 @@ def _make_small_key_tile(dtype: DType, head_dim: int) -> Any:
                     builder.store(widen_value(builder, value, dtype), pointer(builder, target, _f32), align=4)
                 return []
 
-            _loop(builder, _int(TILE), [], body)
+            _loop(builder, args[2], [], body)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), generate
+        return types.void(types.int64, types.int64, types.int64), generate
 
     return key_tile
 
@@ -96,7 +96,6 @@ def _make_small_key_tile(dtype: DType, head_dim: int) -> Any:
 def make_value_tile(dtype: DType, head_dim: int) -> Any:
     """The intrinsic `value_tile(addresses, offset, out, count)`: out[i][d] = element d of the value at addresses[i] + offset, as float32,
     for i < count; dimensions from `head_dim` on are 0."""
-    element = stored_type(dtype)
 
     @intrinsic
     def value_tile(typingctx: Any, addresses: Any, offset: Any, out: Any, count: Any) -> Any:
@@ -108,14 +107,8 @@ def make_value_tile(dtype: DType, head_dim: int) -> Any:
                 source = builder.add(value, offset)
                 target = _at(builder, out, (index, 4 * padded(head_dim)))
                 for d in range(0, head_dim, LANES):
-                    lanes = min(LANES, head_dim - d)
-                    address = _at(builder, source, (_int(d), ITEM_SIZES[dtype]))
-                    row = builder.load(pointer(builder, address, ir.VectorType(element, lanes)), align=ITEM_SIZES[dtype])
-                    wide = widen_value(builder, row, dtype)
-                    if lanes < LANES:
-                        order = ir.Constant(_v_i32, [min(i, lanes) for i in range(LANES)])
-                        wide = builder.shuffle_vector(wide, ir.Constant(wide.type, [0.0] * lanes), order)
-                    builder.store(wide, pointer(builder, _at(builder, target, (_int(d), 4)), _v_f32), align=64)
+                    vector = _load_stored(builder, source, d, head_dim, dtype)
+                    builder.store(vector, pointer(builder, _at(builder, target, (_int(d), 4)), _v_f32), align=64)
                 return []
 
             _loop(builder, count, [], body)
@@ -134,22 +127,25 @@ def make_scores(rows: int, head_dim: int) -> Any:
     def scores(typingctx: Any, q: Any, keys: Any, out: Any, scale: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             q, keys, out, scale = args
-
-            def body(index: Any, sums: list[Any]) -> list[Any]:
-                first = builder.mul(index, _int(unroll))
-                for step in range(unroll):
-                    d = builder.add(first, _int(step))
-                    vectors = [_load(builder, _at(builder, keys, (d, 4 * TILE), (_int(v), 4 * LANES)), 64) for v in range(_VECTORS)]
-                    for r in range(rows):
-                        factor = _splat_load(builder, _at(builder, q, (d, 4), (_int(r), 4 * head_dim)))
-                        for v in range(_VECTORS):
-                            sums[r * _VECTORS + v] = _fma(builder, factor, vectors[v], sums[r * _VECTORS + v])
-                return sums
-
-            sums = _loop(builder, _int(head_dim // unroll), [_ZERO] * (rows * _VECTORS), body)
             factor = splat_value(builder, scale)
-            for i, total in enumerate(sums):
-                builder.store(builder.fmul(total, factor), pointer(builder, _at(builder, out, (_int(i), 4 * LANES)), _v_f32), align=64)
+            for group in _register_groups(rows, _VECTORS):
+
+                def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
+                    first = builder.mul(index, _int(unroll))
+                    for step in range(unroll):
+                        d = builder.add(first, _int(step))
+                        vectors = [_load(builder, _at(builder, keys, (d, 4 * TILE), (_int(v), 4 * LANES))) for v in group]
+                        for r in range(rows):
+                            weight = _splat_load(builder, _at(builder, q, (d, 4), (_int(r), 4 * head_dim)))
+                            for j, vector in enumerate(vectors):
+                                sums[r * len(group) + j] = _fma(builder, weight, vector, sums[r * len(group) + j])
+                    return sums
+
+                sums = _loop(builder, _int(head_dim // unroll), [_ZERO] * (rows * len(group)), body)
+                for r in range(rows):
+                    for j, v in enumerate(group):
+                        address = _at(builder, out, (_int(r), 4 * TILE), (_int(v), 4 * LANES))
+                        builder.store(builder.fmul(sums[r * len(group) + j], factor), pointer(builder, address, _v_f32), align=64)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.float32), generate
@@ -157,42 +153,50 @@ def make_scores(rows: int, head_dim: int) -> Any:
     return scores
 
 
-def make_weighted_sum(rows: int, head_dim: int) -> Any:
-    """The intrinsic `weighted_sum(weights, values, sums, sums_stride, factors, factors_stride, count)`, for `rows` rows:
-    sums[r] = sums[r] * factors[r] + the sum over i < count of weights[r][i] * values[i]; strides in bytes, weights of TILE a row."""
+def make_weighted_sum(rows: int, head_dim: int, dtype: DType | None) -> Any:
+    """The intrinsic `weighted_sum(weights, values, offset, states, stride, count)`, for `rows` rows of state (attention_state), `stride` bytes apart:
+    sums[r] = sums[r] * factor[r] + the sum over i < count of weights[r][i] * values[i].
+
+    values: a value tile; or, with a dtype, the addresses of which `offset` makes those of values in the pool, read in place.
+    """
     vectors = padded(head_dim) // LANES
-    groups = [range(first, min(first + 4, vectors)) for first in range(0, vectors, 4)]
 
     @intrinsic
-    def weighted_sum(typingctx: Any, weights: Any, values: Any, sums: Any, sums_stride: Any, factors: Any, factors_stride: Any, count: Any) -> Any:
+    def weighted_sum(typingctx: Any, weights: Any, values: Any, offset: Any, states: Any, stride: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, values, sums, sums_stride, factors, factors_stride, count = args
+            weights, values, offset, states, stride, count = args
 
-            def address_of_sum(r: int, v: int) -> Any:
-                return builder.add(builder.add(sums, builder.mul(sums_stride, _int(r))), _int(4 * LANES * v))
+            def sums_of(r: int, v: int) -> Any:
+                return _at(builder, states, (stride, r), (_int(v), 4 * LANES), (_int(1), STATE_HEADER))
 
-            for group in groups:
+            def value_row(index: Any, group: range) -> list[Any]:
+                if dtype is None:
+                    row = _at(builder, values, (index, 4 * padded(head_dim)))
+                    return [_load(builder, _at(builder, row, (_int(v), 4 * LANES))) for v in group]
+                row = builder.add(builder.load(pointer(builder, _at(builder, values, (index, 8)), _i64), align=8), offset)
+                return [_load_stored(builder, row, LANES * v, head_dim, dtype) for v in group]
+
+            for group in _register_groups(rows, vectors):
                 start = []
                 for r in range(rows):
-                    factor = _splat_load(builder, builder.add(factors, builder.mul(factors_stride, _int(r))))
-                    start += [builder.fmul(_load(builder, address_of_sum(r, v), 64), factor) for v in group]
+                    factor = _splat_load(builder, _at(builder, states, (stride, r), (_int(1), STATE_FACTOR)))
+                    start += [builder.fmul(_load(builder, sums_of(r, v)), factor) for v in group]
 
-                def body(index: Any, carried: list[Any], group: range = group) -> list[Any]:
-                    row = _at(builder, values, (index, 4 * padded(head_dim)))
-                    loaded = [_load(builder, builder.add(row, _int(4 * LANES * v)), 64) for v in group]
+                def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
+                    row = value_row(index, group)
                     for r in range(rows):
                         weight = _splat_load(builder, _at(builder, weights, (_int(r), 4 * TILE), (index, 4)))
-                        for j, value in enumerate(loaded):
-                            carried[r * len(group) + j] = _fma(builder, weight, value, carried[r * len(group) + j])
-                    return carried
+                        for j, value in enumerate(row):
+                            sums[r * len(group) + j] = _fma(builder, weight, value, sums[r * len(group) + j])
+                    return sums
 
-                result = _loop(builder, count, start, body)
+                sums = _loop(builder, count, start, body)
                 for r in range(rows):
                     for j, v in enumerate(group):
-                        builder.store(result[r * len(group) + j], pointer(builder, address_of_sum(r, v), _v_f32), align=64)
+                        builder.store(sums[r * len(group) + j], pointer(builder, sums_of(r, v), _v_f32), align=64)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 6), generate
 
     return weighted_sum
 
@@ -286,8 +290,26 @@ def _at(builder: Any, base: Any, *terms: tuple[Any, int]) -> Any:
     return base
 
 
-def _load(builder: Any, address: Any, align: int) -> Any:
-    return builder.load(pointer(builder, address, _v_f32), align=align)
+def _load(builder: Any, address: Any) -> Any:
+    return builder.load(pointer(builder, address, _v_f32), align=64)
+
+
+def _load_stored(builder: Any, row: Any, first: int, head_dim: int, dtype: DType) -> Any:
+    """Elements [first, first + 16) of a stored row, as float32; 0 from `head_dim` on."""
+    lanes = min(LANES, head_dim - first)
+    address = _at(builder, row, (_int(first), ITEM_SIZES[dtype]))
+    stored = builder.load(pointer(builder, address, ir.VectorType(stored_type(dtype), lanes)), align=ITEM_SIZES[dtype])
+    wide = widen_value(builder, stored, dtype)
+    if lanes == LANES:
+        return wide
+    order = ir.Constant(_v_i32, [min(i, lanes) for i in range(LANES)])
+    return builder.shuffle_vector(wide, ir.Constant(wide.type, [0.0] * lanes), order)
+
+
+def _register_groups(rows: int, vectors: int) -> list[range]:
+    """How many of `vectors` columns of vectors `rows` rows accumulate at a time; only speed depends on it."""
+    width = 4 if _HAS_WIDE_REGISTERS else 1 if rows > 2 else 2
+    return [range(first, min(first + width, vectors)) for first in range(0, vectors, width)]
 
 
 def _splat_load(builder: Any, address: Any) -> Any:
