@@ -11,8 +11,9 @@ from numba import njit
 
 from interlock.core.buffer import DType
 from interlock.kernels.cpu.attention_layout import STATE_FACTOR, STATE_HEADER, TILE, padded, state_bytes
-from interlock.kernels.cpu.attention_tiles import first_lane, keep_lanes, make_scores, make_weighted_sum
+from interlock.kernels.cpu.attention_tiles import keep_lanes, make_scores, make_weighted_sum
 from interlock.kernels.cpu.simd import (
+    first_lane,
     fma,
     load_f32,
     load_i64,

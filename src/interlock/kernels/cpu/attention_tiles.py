@@ -213,12 +213,6 @@ def keep_lanes(typingctx: Any, value: Any, count: Any) -> Any:
     return f32x16(f32x16, types.int64), generate
 
 
-@intrinsic
-def first_lane(typingctx: Any, value: Any) -> Any:
-    """Lane 0."""
-    return types.float32(f32x16), lambda context, builder, signature, args: builder.extract_element(args[0], ir.Constant(_i32, 0))
-
-
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     """The columns of 16 rows of 32-bit lanes: interleave lanes, pairs of lanes, then 128-bit quarters."""
 

@@ -123,6 +123,7 @@ vmul = _lanewise(lambda builder, a: builder.fmul(a[0], a[1]), 2)
 vdiv = _lanewise(lambda builder, a: builder.fdiv(a[0], a[1]), 2)
 vfma = _lanewise(_call("llvm.fma.v16f32", 3), 3)  # a * b + c, one rounding
 vmax = _lanewise(lambda builder, a: builder.select(builder.fcmp_ordered(">", a[0], a[1]), a[0], a[1]), 2)  # b where a lane is NaN
+vneg = _lanewise(lambda builder, a: builder.fneg(a[0]), 1)
 vsqrt = _lanewise(_call("llvm.sqrt.v16f32", 1), 1)
 
 
@@ -130,6 +131,12 @@ vsqrt = _lanewise(_call("llvm.sqrt.v16f32", 1), 1)
 def splat(typingctx: Any, value: Any) -> Any:
     """A float32 in every lane."""
     return f32x16(types.float32), lambda context, builder, signature, args: splat_value(builder, args[0])
+
+
+@intrinsic
+def first_lane(typingctx: Any, vector: Any) -> Any:
+    """Lane 0."""
+    return types.float32(f32x16), lambda context, builder, signature, args: builder.extract_element(args[0], ir.Constant(_i32, 0))
 
 
 @intrinsic
