@@ -111,6 +111,11 @@ def kernel(name: str, source: str, fields: Sequence[str], arguments: Sequence[st
     return Kernel(NativeFunction(name, KERNEL_SIGNATURE, source, tuple(arguments)), tuple(fields))
 
 
+def function_name(address: int) -> str | None:
+    """The name of the loaded function at this entry address."""
+    return next((name for name, entry in _addresses.items() if entry == address), None)
+
+
 def load(functions: Iterable[NativeFunction], progress: Callable[[str, int, int], None] | None = None) -> None:
     """Make sure that all `functions` have an address: from the disk cache, or compiled now.
 

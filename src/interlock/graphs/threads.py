@@ -1,0 +1,140 @@
+"""The thread team: native loops that run commands without the GIL. The Python thread is never a member."""
+
+import ctypes
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from interlock.core.buffer import Buffer
+from interlock.core.errors import StreamError
+from interlock.kernels import native
+from interlock.kernels.control import NEVER, NUM_WORDS, RETIRED, STOP, TAIL, WAIT_DONE, WAIT_STOPPED, WAKE_AT
+from interlock.kernels.native import NativeFunction
+
+_SOURCE: Final = "interlock.kernels.cpu.team"
+TEAM_LOOP: Final = NativeFunction("team_loop", ("void", "i64", "i32", "i32"), f"{_SOURCE}:team_loop")
+SUBMIT: Final = NativeFunction("team_submit", ("i64",) * 9, f"{_SOURCE}:submit")
+WAIT_RETIRED: Final = NativeFunction("team_wait_retired", ("i64",) * 4, f"{_SOURCE}:wait_retired")
+ABORT: Final = NativeFunction("team_abort", ("void", "i64"), f"{_SOURCE}:abort")
+TEAM_FUNCTIONS: Final = (TEAM_LOOP, SUBMIT, WAIT_RETIRED, ABORT)
+
+SLICE_NANOSECONDS: Final = 50_000_000  # the longest native wait: signals are served between two
+
+_SYNCHRONOUS_SIGNALS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGABRT", "SIGSYS"}
+
+_teams: "weakref.WeakSet[ThreadTeam]" = weakref.WeakSet()
+
+
+class ThreadTeam:
+    """`num_threads` threads that run every command together. Commands run in the order of submission, and retire in it.
+
+    Errors: StreamError after `shutdown`, and in a forked child, which has no team.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        if num_threads < 1:
+            raise StreamError(f"num_threads is {num_threads}, expected at least 1")
+        native.load(TEAM_FUNCTIONS)
+        self.num_threads = num_threads
+        self._control = Buffer.zeros((NUM_WORDS,), "int64")
+        self._words = self._control.numpy()
+        self._words[WAKE_AT] = NEVER
+        self._unusable: str | None = None
+        # Submitting never waits, and giving the GIL up may cost milliseconds until another thread returns it.
+        self._submit: Callable[..., int] = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)(SUBMIT.address)
+        self._wait: Callable[[int, int, int], int] = WAIT_RETIRED.callable()
+        self._abort: Callable[[int], None] = ABORT.callable()
+        loop = TEAM_LOOP.callable()
+        self._threads = [
+            threading.Thread(target=_run_loop, args=(loop, self._control, i, num_threads), name=f"interlock-team-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._control, self._submit, self._wait, self._abort, self._threads)
+        _teams.add(self)
+
+    @property
+    def retired(self) -> int:
+        """Sequence number of the last command that has retired; 0 before the first."""
+        return int(self._words[RETIRED])
+
+    @property
+    def submitted(self) -> int:
+        """Sequence number of the last command that was submitted; 0 before the first."""
+        return int(self._words[TAIL])
+
+    def submit(
+        self, slot: int, launches: int, num_launches: int, *, profile: int = 0, first_launch: int = 0, kernel: int = 0, arguments: int = 0
+    ) -> int:
+        """Queue a command (fields: `kernels/control.py`); returns its sequence number. Waits, with signals served, while the ring is full.
+
+        The caller keeps all that the command points to alive until it has retired.
+        """
+        if self._unusable is not None:
+            raise StreamError(self._unusable)
+        while True:
+            sequence = self._submit(self._control.address, slot, launches, num_launches, profile, first_launch, kernel, arguments)
+            if sequence > 0:
+                return sequence
+            self.wait_slice(-sequence)
+
+    def wait_slice(self, sequence: int, nanoseconds: int = SLICE_NANOSECONDS) -> bool:
+        """Sleep without the GIL until command `sequence` has retired, at most `nanoseconds`; may wake early. Whether it has retired."""
+        if self._unusable is not None and self.retired < sequence:
+            raise StreamError(self._unusable)
+        answer = self._wait(self._control.address, sequence, nanoseconds)
+        if answer == WAIT_STOPPED:
+            raise StreamError(f"command {sequence} will never run: the thread team was shut down")
+        return answer == WAIT_DONE
+
+    def abort(self) -> None:
+        """Make every command submitted so far end with ERROR_ABORTED, unless it has retired; those submitted later run. Returns at once."""
+        self._abort(self._control.address)
+
+    def shutdown(self) -> None:
+        """Abort what is queued, stop the threads and join them. Further use is an error; a second call does nothing."""
+        if self._unusable is None:
+            self._unusable = "the thread team was shut down; create a new ThreadTeam and Stream"
+        self._finalizer()
+
+    def _mark_forked(self) -> None:
+        self._unusable = (
+            "this process was forked from one with a thread team, whose threads it does not have; spawn processes, or create a new ThreadTeam"
+        )
+        self._finalizer.detach()
+
+
+def _run_loop(loop: Callable[[int, int, int], None], control: Buffer, thread_id: int, num_threads: int) -> None:
+    if hasattr(signal, "pthread_sigmask"):
+        # Signals belong to the Python thread: one that is handled here would not end its wait.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {s for s in signal.valid_signals() if getattr(s, "name", "") not in _SYNCHRONOUS_SIGNALS})
+    loop(control.address, thread_id, num_threads)
+
+
+def _stop(
+    control: Buffer,
+    submit: Callable[..., int],
+    wait: Callable[[int, int, int], int],
+    abort: Callable[[int], None],
+    threads: list[threading.Thread],
+) -> None:
+    """End a team: abort, queue the stop command, join. Must not refer to the team itself."""
+    abort(control.address)
+    while (sequence := submit(control.address, 0, 0, STOP, 0, 0, 0, 0)) < 0:
+        wait(control.address, -sequence, SLICE_NANOSECONDS)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _mark_all_forked() -> None:
+    for team in list(_teams):
+        team._mark_forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_all_forked)
