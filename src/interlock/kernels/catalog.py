@@ -6,23 +6,15 @@ index of the slot header word with the live row count (NUM_TOKENS or NUM_LOGITS)
 """
 
 import functools
-from typing import Final, Literal, get_args
 
 from interlock.core.buffer import ALIGNMENT, DType
 from interlock.kernels.cpu import attention_layout
+from interlock.kernels.formats import INPUT_BLOCK_BYTES, MAX_TILE_ROWS, TOTALS_BYTES, WeightFormat
 from interlock.kernels.native import Kernel, kernel
-
-WeightFormat = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_1"]
-
-WEIGHT_FORMATS: Final[tuple[WeightFormat, ...]] = get_args(WeightFormat)
 
 _MATMUL_FIELDS = ("x", "x_stride", "weight", "out", "out_stride", "residual", "rows", "n", "k", "scratch", "scratch_stride")
 
 # Products
-
-MATMUL_TILE_ROWS: Final = 12  # at most, on any CPU
-MATMUL_TOTALS_BYTES: Final = MATMUL_TILE_ROWS * 2 * ALIGNMENT
-MATMUL_BLOCK_BYTES: Final = 256 * 1024  # input rows that a thread works on at a time: half of a small second-level cache
 
 
 @functools.cache
@@ -49,8 +41,8 @@ def embedding(fmt: WeightFormat) -> Kernel:
 
 def matmul_scratch_bytes(k: int) -> int:
     """`scratch_stride` of matmul and matmul_silu for products over up to `k` inputs; the scratch is aligned to 64 bytes."""
-    one_tile = -(-k // 32) * (MATMUL_TILE_ROWS * 32 * 4 + ALIGNMENT)
-    return MATMUL_TOTALS_BYTES + max(MATMUL_BLOCK_BYTES, one_tile)
+    one_tile = -(-k // 32) * (MAX_TILE_ROWS * 32 * 4 + ALIGNMENT)
+    return TOTALS_BYTES + max(INPUT_BLOCK_BYTES, one_tile)
 
 
 # Elementwise

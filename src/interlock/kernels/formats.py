@@ -14,14 +14,17 @@ Outputs past n and inputs past k are zero. Quantised values, scales and minima a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from interlock.core.buffer import Buffer
-from interlock.kernels.catalog import WeightFormat
 from interlock.kernels.native import NativeFunction
+
+WeightFormat = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_1"]
+
+WEIGHT_FORMATS: Final[tuple[WeightFormat, ...]] = get_args(WeightFormat)
 
 LANES: Final = 16
 PANEL: Final = 2 * LANES  # outputs
@@ -31,6 +34,11 @@ ELEMENT_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 
 BLOCK_BYTES: Final[dict[str, int]] = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # GGUF: 32 inputs of one row
 QUANT_BYTES: Final[dict[str, int]] = {"q8_0": PANEL * GROUP, "q4_0": PANEL * GROUP // 2, "q4_1": PANEL * GROUP // 2}  # of one group record
 SCALE_BYTES: Final = 2 * PANEL
+
+# A thread's scratch in a product: the totals of one tile, then input rows.
+MAX_TILE_ROWS: Final = 12  # on any CPU
+TOTALS_BYTES: Final = MAX_TILE_ROWS * PANEL * 4
+INPUT_BLOCK_BYTES: Final = 256 * 1024  # half of a small second-level cache
 
 Raw = npt.NDArray[Any] | memoryview | bytes
 

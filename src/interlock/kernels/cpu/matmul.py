@@ -6,19 +6,18 @@ A tile leaves its totals in scratch; the epilogue adds the residual, or applies 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from interlock.kernels.catalog import MATMUL_BLOCK_BYTES, MATMUL_TOTALS_BYTES
 from interlock.kernels.cpu.simd import load_f32, load_i64, reduce_add, splat, store_f32, vadd, vload, vmul, vstore
-from interlock.kernels.cpu.tiles import FOUR_BITS, SUMS_BYTES, chunk_bytes, input_scales, make_tile, tile_shapes
+from interlock.kernels.cpu.tiles import FOUR_BITS, SUMS_BYTES, TileShape, chunk_bytes, input_scales, make_tile, prefetch_first, tile_shapes
 from interlock.kernels.cpu.vector_math import vsilu
-from interlock.kernels.formats import GROUP, LANES, PANEL, group_nbytes
+from interlock.kernels.formats import GROUP, INPUT_BLOCK_BYTES, LANES, PANEL, TOTALS_BYTES, group_nbytes
 
 _PANEL_BYTES = 4 * PANEL  # one row of totals
-_PREFETCH_BYTES = 4096
 
 
 def matmul(fmt: Any) -> Callable[..., None]:
@@ -35,7 +34,7 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
     record_bytes = group_nbytes(fmt)
     tile_rows, run_tile = _tile_runner(fmt)
     fill_inputs = _input_filler(fmt)
-    main_rows = max(rows for rows, _, _ in tile_shapes())
+    main_rows = max(shape.rows for shape in tile_shapes())
     main_chunk_bytes = chunk_bytes(main_rows)
 
     def product(args, slot, thread_id, num_threads):
@@ -43,10 +42,12 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
         out, out_stride, residual = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         rows, n, k = load_i64(slot + 8 * load_i64(args + 48)), load_i64(args + 56), load_i64(args + 64)
         totals = load_i64(args + 72) + thread_id * load_i64(args + 80)
-        inputs = totals + MATMUL_TOTALS_BYTES
+        inputs = totals + TOTALS_BYTES
         groups = (k + GROUP - 1) // GROUP
         panels = (n + panel_outputs - 1) // panel_outputs
-        block_rows = main_rows * max(1, MATMUL_BLOCK_BYTES // (groups * main_chunk_bytes))
+        begin, end = panels * thread_id // num_threads, panels * (thread_id + 1) // num_threads
+        prefetch_first(weight + begin * groups * record_bytes)
+        block_rows = main_rows * max(1, INPUT_BLOCK_BYTES // (groups * main_chunk_bytes))
         for first in range(0, rows, block_rows):
             count = min(block_rows, rows - first)
             row, chunk = 0, inputs
@@ -55,7 +56,7 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
                 fill_inputs(x + (first + row) * x_stride, x_stride, min(height, count - row), height, k, groups, chunk)
                 row += height
                 chunk += groups * (height * GROUP * 4 + SUMS_BYTES)
-            for panel in range(panels * thread_id // num_threads, panels * (thread_id + 1) // num_threads):
+            for panel in range(begin, end):
                 record = weight + panel * groups * record_bytes
                 row, chunk = 0, inputs
                 while row < count:
@@ -72,14 +73,18 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
 def _tile_runner(fmt: Any) -> tuple[Any, Any]:
     """`tile_rows(remaining)`: rows of the next tile, which may be more than remain; `run_tile(rows, record, chunk, totals, groups)`."""
 
-    def chain(shapes: tuple[tuple[int, int, bool], ...]) -> tuple[Any, Any]:
-        rows, halves, in_registers = shapes[0]
-        tile = make_tile(fmt, rows, halves, in_registers, _PREFETCH_BYTES if rows <= 4 and halves == 2 else 0)
+    def chain(shapes: tuple[TileShape, ...]) -> tuple[Any, Any]:
+        rows, halves, width = shapes[0].rows, shapes[0].halves, shapes[0].width
+        tile = make_tile(fmt, shapes[0])
+        narrow_tile = make_tile(fmt, replace(shapes[0], width=1)) if width > 1 else tile
 
         @njit(error_model="numpy")
         def run_this(record, chunk, totals, groups):
             for half in range(0, 2, halves):
-                tile(record, half, chunk, totals + half * 4 * LANES, groups)
+                if groups % width == 0:
+                    tile(record, half, chunk, totals + half * 4 * LANES, groups)
+                else:
+                    narrow_tile(record, half, chunk, totals + half * 4 * LANES, groups)
 
         if len(shapes) == 1:
             return njit(error_model="numpy")(lambda remaining: rows), njit(error_model="numpy")(
