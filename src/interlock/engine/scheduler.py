@@ -258,7 +258,7 @@ class Scheduler:
             self.blocks.start(request, matched, start + count)
         if self._connector is not None and (asks or resumes):
             self._connector.update_state_after_alloc(request, request.block_ids, num_external)
-        if asks:
+        if request.load_state is LoadState.UNASKED:
             request.num_external_tokens = request.metrics.num_external_tokens = num_external
             request.metrics.num_cached_tokens = computed
             request.load_state = LoadState.LOADING if num_external else LoadState.SETTLED
@@ -388,6 +388,8 @@ class Scheduler:
             self._failed_blocks.pop(req_id, None)
         elif request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            if request.load_state is LoadState.LOADING:
+                request.num_computed_tokens -= request.num_external_tokens  # promised, not landed: nobody may be told that it is there
         else:
             self._waiting.remove(request)
         request.status = status
@@ -463,15 +465,14 @@ class Scheduler:
         request.load_state = LoadState.SETTLED
         request.metrics.num_failed_loads += 1
         self.num_failed_loads += 1
+        request.discard_in_flight = request.in_flight_step is not None
+        request.replace_blocks = request.status is RequestStatus.RUNNING
+        self.blocks.truncate(request, next(index for index, block_id in enumerate(request.block_ids) if block_id in invalid))
         if not self._recompute:
             cause = report.load_errors.get(request.request_id, f"the load of KV blocks {sorted(invalid)} failed")
             request.error = f"KV of request {request.request_id} did not land, and kv_load_failure_policy is 'fail': {cause}"
             self._finish(request, RequestStatus.FINISHED_ERROR)
             self._ended.append(request)
-            return
-        request.discard_in_flight = request.in_flight_step is not None
-        request.replace_blocks = request.status is RequestStatus.RUNNING
-        self.blocks.truncate(request, next(index for index, block_id in enumerate(request.block_ids) if block_id in invalid))
 
     def _drop_report(self, kind: str, req_id: str) -> None:
         """An end of a transfer that nobody waits for: outside input, so it is counted, never fatal."""
