@@ -1,0 +1,41 @@
+"""The sampling launch of a step, and its results as Python values."""
+
+from interlock.core.buffer import Buffer
+from interlock.core.step import Logprobs
+from interlock.graphs.stream import Stream
+from interlock.kernels import catalog
+from interlock.runner.input_batch import PreparedBatch
+
+
+class Sampler:
+    """Draws one token per logits row on the stream, after the forward pass. logits: float32 [max_num_seqs, vocab_size]."""
+
+    def __init__(self, logits: Buffer, num_threads: int) -> None:
+        vocab_size = logits.shape[1]
+        stride = catalog.sample_scratch_bytes(vocab_size)
+        self._scratch = Buffer.zeros((num_threads * stride,), "uint8")
+        self.kernel = catalog.sample()
+        self._args = (logits, vocab_size, stride)
+
+    def launch(self, stream: Stream) -> None:
+        """Launch the sampling of the bound slot's logits rows."""
+        logits, vocab_size, stride = self._args
+        args = self.kernel.pack(logits=logits, vocab_size=vocab_size, scratch=self._scratch, scratch_stride=stride)
+        stream.launch(self.kernel, args)
+
+
+def sampled_tokens(batch: PreparedBatch) -> dict[str, int]:
+    """The drawn token of each sampling request, once the step has retired."""
+    return dict(zip(batch.sampling_req_ids, batch.slot.sampled[: len(batch.sampling_req_ids)].tolist(), strict=True))
+
+
+def sampled_logprobs(batch: PreparedBatch) -> dict[str, Logprobs]:
+    """The log-probabilities of the requests that asked for them."""
+    slot, found = batch.slot, {}
+    for row, req_id in enumerate(batch.sampling_req_ids):
+        count = int(slot.num_logprobs[row])
+        if count >= 0:
+            tokens = [int(slot.sampled[row]), *slot.top_tokens[row, :count].tolist()]
+            values = [float(slot.sampled_logprob[row]), *slot.top_logprobs[row, :count].tolist()]
+            found[req_id] = Logprobs(tokens, values, int(slot.sampled_rank[row]))
+    return found
