@@ -120,7 +120,7 @@ def make_tiny_llama_gguf(
     *,
     seed: int = 0,
     fmt: str = "float32",
-    embedding_fmt: str | None = None,
+    formats: Mapping[str, str] | None = None,
     vocab_size: int = 256,
     hidden_size: int = 64,
     intermediate_size: int = 128,
@@ -133,13 +133,14 @@ def make_tiny_llama_gguf(
     rope_theta: float = 10000.0,
     rope_freqs: F32 | None = None,
     architecture: str = "llama",
-    metadata: Mapping[str, str | int | float | bool] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     extra_tensors: Mapping[str, F32] | None = None,
     drop_tensors: tuple[str, ...] = (),
 ) -> str:
-    """Write a GGUF file at `path` and return the path. fmt: format of the matrices (the embedding has `embedding_fmt`, if given).
+    """Write a GGUF file at `path` and return the path. fmt: format of the matrices; `formats` overrides it by the
+    name of the module (`token_embd`, `attn_v`, …).
 
-    rope_freqs: per-frequency divisors `[head_dim / 2]`. metadata: further keys, written as they are. The file has no tokenizer.
+    rope_freqs: per-frequency divisors `[head_dim / 2]`. metadata: further keys (a tokenizer, for one), written as they are, or replaced.
     """
     head_size = head_dim or hidden_size // num_heads
     weights = random_weights(
@@ -174,7 +175,7 @@ def make_tiny_llama_gguf(
         tensors["rope_freqs.weight"] = rope_freqs
     for name, value in {**tensors, **(extra_tensors or {})}.items():
         if name not in drop_tensors:
-            wanted = (embedding_fmt or fmt) if name == "token_embd.weight" else fmt
+            wanted = (formats or {}).get(name.split(".")[-2], fmt)
             kind = _GGUF_TYPES[wanted] if value.ndim == 2 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -295,8 +296,11 @@ def permute_for_gguf(name: str, value: F32, num_heads: int, num_kv_heads: int) -
     return np.ascontiguousarray(value.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns))
 
 
-def _add_metadata(writer: gguf.GGUFWriter, key: str, value: str | float | bool) -> None:
-    if isinstance(value, bool):
+def _add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    writer.kv_data[0].pop(key, None)
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
