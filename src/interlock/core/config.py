@@ -113,6 +113,22 @@ class EngineConfig:
         for size in self.cudagraph_capture_sizes or ():
             _check_at_least("cudagraph_capture_sizes", size, 1)
 
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        """Build from plain JSON values by option name: a mode is its name, `kv_transfer_config` an object. An unknown name is an error."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown engine options {unknown}, expected some of {sorted(known)}")
+        parsed = dict(values)
+        if isinstance(parsed.get("cudagraph_mode"), str):
+            parsed["cudagraph_mode"] = parse_cudagraph_mode(parsed["cudagraph_mode"])
+        if isinstance(parsed.get("kv_transfer_config"), Mapping):
+            parsed["kv_transfer_config"] = KVTransferConfig.from_mapping(parsed["kv_transfer_config"])
+        if isinstance(parsed.get("cudagraph_capture_sizes"), list):
+            parsed["cudagraph_capture_sizes"] = tuple(parsed["cudagraph_capture_sizes"])
+        return cls(**parsed)
+
     @property
     def num_threads(self) -> int:
         """Size of the native thread team: `threads`, or the CPUs that this process may use."""
@@ -125,9 +141,10 @@ class EngineConfig:
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:
-        """Capture sizes (tokens), ascending; the largest is always `max_num_batched_tokens`, so that every batch fits one."""
-        sizes = self.cudagraph_capture_sizes or DEFAULT_CAPTURE_SIZES
-        return tuple(sorted({size for size in sizes if size < self.max_num_batched_tokens} | {self.max_num_batched_tokens}))
+        """Capture sizes (tokens), ascending. By default the largest is `max_num_batched_tokens`; of sizes that are given, those
+        above it are dropped. A batch larger than the largest size runs eagerly."""
+        sizes = self.cudagraph_capture_sizes or (*DEFAULT_CAPTURE_SIZES, self.max_num_batched_tokens)
+        return tuple(sorted({size for size in sizes if size <= self.max_num_batched_tokens}))
 
 
 def parse_cudagraph_mode(name: str) -> CUDAGraphMode:
@@ -140,7 +157,11 @@ def parse_cudagraph_mode(name: str) -> CUDAGraphMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """The shape of one rank's KV pool, and its identity. Per layer the pool is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+    """The shape of one rank's KV pool, and its identity. Per layer the pool is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+
+    identity: what the KV of a token sequence depends on (weights, RoPE, dtype, …); kernel_fingerprint: the kernels' output on a fixed
+    probe. Peers compare both.
+    """
 
     num_blocks: int
     block_size: int
@@ -150,6 +171,7 @@ class KVCacheConfig:
     dtype: DType
     layer_names: tuple[str, ...]
     identity: str
+    kernel_fingerprint: str = ""
 
     @property
     def block_bytes(self) -> int:

@@ -109,10 +109,11 @@ class Ledger:
         with self._condition:
             return self._step(step).expired
 
-    def has_unfinished_transfers(self, step: int) -> bool:
-        """Whether a read of the step was begun whose end has not been reported: its bytes may still be on the way."""
+    def unfinished_block_ids(self, step: int) -> frozenset[int]:
+        """Local blocks that a read of the step whose end has not been reported may still write."""
         with self._condition:
-            return any(transfer.step == step and not transfer.ended for transfer in self._transfers.values())
+            unfinished = [t.piece.promise for t in self._transfers.values() if t.step == step and not t.ended]
+            return frozenset(block for promise in unfinished for block in promise.block_ids)
 
     def has_promises(self, step: int) -> bool:
         """Whether the step was promised anything."""

@@ -251,14 +251,16 @@ class KVStep:
         bad_blocks = connector.get_block_ids_with_load_errors()
         self._ledger.retract_blocks(step, bad_blocks, "the connector reports a load error of its block")
         self._fail_unwaited_layers()
-        if self._ledger.is_expired(step) or self._ledger.has_unfinished_transfers(step):
+        if self._ledger.is_expired(step) or self._ledger.unfinished_block_ids(step):
             self._abort_loads()
+        pending = self._ledger.unfinished_block_ids(step)
         verdict = self._ledger.close_step(step)
         output = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=verdict.invalid_block_ids | frozenset(bad_blocks),
+            pending_block_ids=pending,
             load_errors=verdict.load_errors,
             kv_connector_stats=dict(connector.get_kv_connector_stats()),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),

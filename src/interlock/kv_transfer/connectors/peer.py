@@ -1,0 +1,163 @@
+"""The peer connector, READ mode: a decode engine pulls a prompt's KV out of a prefill engine's pool, layer by layer.
+
+A request with `do_remote_decode` leaves its blocks under a lease when it ends, and its answer carries `kv_transfer_params`. A request
+that brings these (`do_remote_prefill`) to another engine of the same user on the same host has its KV loaded synchronously: the step
+that first schedules it reads exactly the promised positions, one-sided, and consumes them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from interlock.core.buffer import Buffer
+from interlock.core.config import EngineConfig, KVCacheConfig
+from interlock.core.errors import ConfigError, LifecycleError
+from interlock.core.forward_context import ForwardContext
+from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.kv_transfer.clock import Clock, MonotonicClock
+from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults
+from interlock.kv_transfer.connectors.peer_messages import PeerMetadata
+from interlock.kv_transfer.connectors.peer_scheduler import PeerSchedulerHalf
+from interlock.kv_transfer.connectors.peer_worker import PeerWorkerHalf
+from interlock.kv_transfer.references import valid_engine_id
+from interlock.kv_transfer.transports.copy_worker import copy_without_gil
+from interlock.kv_transfer.transports.shared_memory import KVPool
+
+DEFAULTS = {"lease_seconds": 30.0, "handshake_timeout": 2.0}
+
+
+class PeerConnector(KVConnector):
+    """See the module. `kv_connector_extra_config`: lease_seconds (30) and handshake_timeout (2), both in seconds."""
+
+    supports_timelines = True
+    saves_layers = False
+    clock: ClassVar[Clock] = MonotonicClock()
+
+    def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, role, kv_cache_config)
+        options = _options(self.kv_transfer_config.kv_connector_extra_config)
+        lease = options["lease_seconds"]
+        if not config.kv_load_timeout < lease:
+            raise ConfigError(f"kv_load_timeout is {config.kv_load_timeout:g} s, expected less than lease_seconds, which is {lease:g} s")
+        if not valid_engine_id(self.kv_transfer_config.engine_id):
+            raise ConfigError(f"engine_id is {self.kv_transfer_config.engine_id!r}, expected up to 64 letters, digits, '_', '.', '-'")
+        self._scheduler: PeerSchedulerHalf | None = None
+        self._worker: PeerWorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = PeerSchedulerHalf(self.kv_transfer_config, kv_cache_config, lease)
+        else:
+            self._worker = PeerWorkerHalf(self.kv_transfer_config, kv_cache_config, self.clock, lease, options["handshake_timeout"], self.copy)
+
+    # ---- scheduler half
+
+    def on_new_request(self, request: ConnectorRequest) -> None:
+        """Take the request's reference in. Raises RequestError."""
+        self._scheduler_half.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """A synchronous load of what the reference holds beyond the local hit."""
+        return self._scheduler_half.consumer.num_matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: ConnectorRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Read with this step, or give the reference back."""
+        self._scheduler_half.consumer.allocated(request.request_id, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
+        """See `KVConnector.build_connector_meta`."""
+        return self._scheduler_half.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `KVConnector.update_connector_output`."""
+        self._scheduler_half.update_connector_output(connector_output)
+
+    def request_finished(self, request: ConnectorRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Lease the blocks of a request with `do_remote_decode` that has ended well."""
+        return self._scheduler_half.request_finished(request, block_ids, self.clock.now())
+
+    def has_pending_push_work(self) -> bool:
+        """Leases run, or the worker half has something to be told."""
+        return self._scheduler_half.producer.has_news or self._scheduler_half.consumer.has_news
+
+    # ---- worker half
+
+    @staticmethod
+    def copy(descriptors: npt.NDArray[np.int64], abort: npt.NDArray[np.int64]) -> bool:
+        """How bytes are moved: see `Copy`."""
+        return copy_without_gil(descriptors, abort)
+
+    def register_pool(self, pool: KVPool) -> None:
+        """See `KVConnector.register_pool`."""
+        self._worker_half.register_pool(pool)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Buffer]) -> None:
+        """Starts serving and reading. Raises KVTransferError."""
+        self._worker_half.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: PeerMetadata) -> None:
+        """Publish generations, grant leases, pass notices on: before anything of the step is launched."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker_half.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Submit the step's reads; their ends go to `ledger`."""
+        metadata: PeerMetadata = self._get_connector_metadata()
+        if metadata.loads:
+            consumer = self._worker_half.consumer
+            if consumer is None:
+                raise LifecycleError("start_load_kv before register_kv_caches, or in an engine whose kv_role is 'kv_producer'")
+            consumer.start(forward_context, metadata.loads, kwargs["ledger"])
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """The ledger knows."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Buffer, attn_metadata: Any, **kwargs: Any) -> None:
+        """Consumers read; nothing is sent."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is sent."""
+
+    def abort_loads(self, step: int) -> None:
+        """Returns when the copy thread has let go of the step's blocks."""
+        if self._worker_half.consumer is not None:
+            self._worker_half.consumer.abort(step)
+
+    def get_transfer_results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
+        """`finished_sending`: leases that have ended."""
+        return KVConnectorTransferResults(finished_sending=self._worker_half.finished_sending())
+
+    def get_kv_connector_stats(self) -> Mapping[str, float]:
+        """See `KVConnector.get_kv_connector_stats`."""
+        return self._worker_half.stats()
+
+    def build_connector_worker_meta(self) -> Any:
+        """See `PeerWorkerMeta`."""
+        return self._worker_half.worker_meta()
+
+    def shutdown(self) -> None:
+        """See `KVConnector.shutdown`."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _scheduler_half(self) -> PeerSchedulerHalf:
+        if self._scheduler is None:
+            raise LifecycleError("a scheduler-side method was called on the worker half of PeerConnector")
+        return self._scheduler
+
+    @property
+    def _worker_half(self) -> PeerWorkerHalf:
+        if self._worker is None:
+            raise LifecycleError("a worker-side method was called on the scheduler half of PeerConnector")
+        return self._worker
+
+
+def _options(extra: Mapping[str, Any]) -> dict[str, float]:
+    unknown = sorted(set(extra) - set(DEFAULTS))
+    if unknown:
+        raise ConfigError(f"kv_connector_extra_config has unknown keys {unknown}, expected some of {sorted(DEFAULTS)}")
+    for name, value in extra.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"kv_connector_extra_config[{name!r}] is {value!r}, expected a number of seconds above 0")
+    return {name: float(extra.get(name, default)) for name, default in DEFAULTS.items()}

@@ -1,0 +1,178 @@
+"""Messages and file descriptors between two engines of one user on one host, over a Unix socket.
+
+On Linux the socket has an abstract name, which vanishes with its owner; elsewhere it lies in a directory that only its user may enter.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from interlock.core.errors import KVTransferError
+from interlock.kv_transfer.handshake import MAX_MESSAGE_BYTES, Message, decode, encode
+from interlock.kv_transfer.references import valid_engine_id
+
+_LENGTH = struct.Struct("<I")
+_CHUNK = 65536
+_MAX_DESCRIPTORS = 4
+_SLICE_SECONDS = 0.05  # how late an abort may be noticed
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def address(engine_id: str, rank: int) -> str:
+    """Where engine `engine_id` of this user listens. It follows from the id alone, so no path is ever taken from a request."""
+    if not valid_engine_id(engine_id):
+        raise KVTransferError(f"engine_id is {engine_id!r}, expected up to 64 letters, digits, '_', '.', '-'")
+    name = f"interlock-kv-{os.getuid()}-{engine_id}-{rank}"
+    if sys.platform == "linux":
+        return "\0" + name
+    return str(Path(tempfile.gettempdir()) / f"interlock-{os.getuid()}" / name)
+
+
+def listen(engine_id: str, rank: int) -> socket.socket:
+    """The producer's listening socket. Raises KVTransferError when another live engine has this id."""
+    where = address(engine_id, rank)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if not where.startswith("\0"):
+            _private_directory(Path(where).parent)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(where)
+        listener.bind(where)
+        listener.listen()
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise KVTransferError(f"engine_id {engine_id!r} cannot be listened for ({error}); give each engine of a host its own engine_id") from error
+    return listener
+
+
+def check_same_user(connection: socket.socket) -> None:
+    """Raises KVTransferError when the other end belongs to another user."""
+    if hasattr(socket, "SO_PEERCRED"):
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        uid = struct.unpack("3i", credentials)[1]
+        if uid != os.getuid():
+            raise KVTransferError(f"the peer runs as user {uid}, expected {os.getuid()}; both engines must run as the same user")
+
+
+class Channel:
+    """One connection. Messages are framed by a 32-bit length; descriptors travel in front of the bytes of their message."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._received = bytearray()
+        self._descriptors: list[int] = []
+
+    @classmethod
+    def connect(cls, engine_id: str, rank: int) -> "Channel":
+        """To the engine `engine_id` of this user. Raises KVTransferError."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)  # a full backlog is a refusal, not a wait
+            connection.connect(address(engine_id, rank))
+            check_same_user(connection)
+        except OSError as error:
+            connection.close()
+            raise KVTransferError(f"engine {engine_id!r} cannot be reached: {error}") from error
+        except KVTransferError:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def send(self, message: Message, descriptors: Sequence[int] = (), timeout: float = 1.0) -> None:
+        """Send all of it. Raises KVTransferError when the peer is gone, or does not read for `timeout` seconds."""
+        body = encode(message)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        deadline = time.monotonic() + timeout
+        try:
+            while data:
+                self._wait(select.POLLOUT, deadline, lambda: False)
+                with contextlib.suppress(BlockingIOError):
+                    sent = socket.send_fds(self.socket, [data[:_CHUNK]], descriptors) if descriptors else self.socket.send(data[:_CHUNK])
+                    data, descriptors = data[sent:], ()
+        except OSError as error:
+            raise KVTransferError(f"the connection was lost: {error}") from error
+
+    def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
+        """The next message. Raises KVTransferError when the peer is gone, silent for `timeout` seconds, or sends something else."""
+        deadline = time.monotonic() + timeout
+        while True:
+            body = self.next_frame()
+            if body is not None:
+                return decode(body)
+            self._wait(select.POLLIN, deadline, aborted)
+            if not self.fill():
+                raise KVTransferError("the connection was lost: the peer closed it")
+
+    def fill(self) -> bool:
+        """Read what is there without waiting. False: the peer has closed. Raises KVTransferError when the connection is broken."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK, _MAX_DESCRIPTORS, _CLOEXEC)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise KVTransferError(f"the connection was lost: {error}") from error
+        self._descriptors += descriptors
+        self._received += data
+        return bool(data)
+
+    def next_frame(self) -> bytes | None:
+        """The body of the next whole message received. Raises KVTransferError for a length that no message has."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > MAX_MESSAGE_BYTES:
+            raise KVTransferError(f"a peer announces a message of {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return body
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """The descriptors received so far, which now belong to the caller. Raises KVTransferError if there are not exactly `count`."""
+        if len(self._descriptors) != count:
+            raise KVTransferError(f"a peer passed {len(self._descriptors)} file descriptors, expected {count}")
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
+    @property
+    def alive(self) -> bool:
+        """Whether the peer still holds its end open, as far as is known at this moment."""
+        try:
+            return bool(self.socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the socket and the descriptors that nobody took. May be called twice."""
+        self.socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _wait(self, event: int, deadline: float, aborted: Callable[[], bool]) -> None:
+        poll = select.poll()
+        poll.register(self.socket, event)
+        while not poll.poll(1000 * _SLICE_SECONDS):
+            if aborted():
+                raise KVTransferError("the exchange with the peer was given up")
+            if time.monotonic() > deadline:
+                raise KVTransferError("the peer did not answer in time")
+
+
+def _private_directory(path: Path) -> None:
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise KVTransferError(f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}, expected ours with 700; remove it")
