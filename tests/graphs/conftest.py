@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import graph_kernels
 import pytest
+
 from interlock.core.buffer import Buffer
 from interlock.graphs import Stream, ThreadTeam
 

@@ -57,8 +57,9 @@ def step_slot() -> tuple[Buffer, Buffer]:
 
 
 def affine():
-    from interlock.kernels.cpu.simd import fma, load_f32, load_f64, load_i64, store_f32
     from numba import float32
+
+    from interlock.kernels.cpu.simd import fma, load_f32, load_f64, load_i64, store_f32
 
     def k(args, slot, thread_id, num_threads):
         x = load_i64(args)
@@ -141,8 +142,9 @@ def first_thread_sets():
 
 
 def subnormal():
-    from interlock.kernels.cpu.simd import load_f32, load_i64, store_f32
     from numba import float32
+
+    from interlock.kernels.cpu.simd import load_f32, load_i64, store_f32
 
     def k(args, slot, thread_id, num_threads):
         store_f32(load_i64(args + 8) + 4 * thread_id, load_f32(load_i64(args)) * float32(0.5))

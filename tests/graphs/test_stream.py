@@ -3,6 +3,7 @@ import threading
 import graph_kernels as k
 import numpy as np
 import pytest
+
 from interlock.core.buffer import Buffer
 from interlock.core.errors import KernelError, StreamError
 from interlock.graphs import Program, Timelines, gate, profile_buffer, raise_for_status
@@ -179,7 +180,7 @@ def test_the_first_error_wins_skips_the_rest_and_names_launch_and_row(machine):
     machine.stream.replay(program)
     machine.stream.launch(k.affine_kernel(), k.affine_kernel().pack(x=x, n=1000, factor=0.0, term=0.0))
     machine.stream.synchronize()
-    with pytest.raises(KernelError, match="kernel test_report, launch 2 .* at row 17: a token id lies outside") as caught:
+    with pytest.raises(KernelError, match=r"kernel test_report, launch 2 .* at row 17: a token id lies outside") as caught:
         raise_for_status(machine.status)
     assert (caught.value.code, caught.value.launch, caught.value.row) == (ERROR_TOKEN_ID, 2, 17)
     assert x.numpy().tobytes() == (new_values().numpy() + np.float32(1) + np.float32(1)).tobytes()
@@ -218,7 +219,7 @@ def test_abort_ends_what_is_queued_and_leaves_the_stream_usable(machine):
     assert not event.wait(0.01)
     machine.stream.abort()
     assert event.wait(60)
-    with pytest.raises(KernelError, match="kernel gate, launch 0 .*: the stream was aborted") as caught:
+    with pytest.raises(KernelError, match=r"kernel gate, launch 0 .*: the stream was aborted") as caught:
         raise_for_status(machine.status)
     assert caught.value.code == ERROR_ABORTED
     assert counter.numpy()[0] == 0

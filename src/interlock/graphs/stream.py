@@ -1,7 +1,6 @@
 """The stream: kernels are launched on it asynchronously and run in order; it captures programs and replays them."""
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from interlock.graphs.threads import SLICE_NANOSECONDS, ThreadTeam
 from interlock.kernels import native
 from interlock.kernels.native import Arguments, Kernel
 from interlock.kernels.slot import ERROR_NONE, ERROR_TEXT, STATUS_CODE, STATUS_KERNEL, STATUS_LAUNCH, STATUS_ROW
-
-_MAX_RETAINED = 2048  # retained references after which retired ones are dropped even if nobody records an event
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class Stream:
         self._capturing: Program | None = None
         self._breaks = False
         self._last = 0
-        self._retained: deque[tuple[int, object]] = deque()
 
     @property
     def capturing(self) -> bool:
@@ -78,8 +74,8 @@ class Stream:
         if self._capturing is not None:
             self._capturing.append(kernel, args, barrier=barrier)
             return
-        sequence = self.team.submit(self._require_slot(), 0, 1, kernel=kernel.address, arguments=args.address)
-        self._retain(sequence, args)
+        self._last = self.team.submit(self._require_slot(), 0, 1, kernel=kernel.address, arguments=args.address)
+        self.team.retain(self._last, args)
 
     def call(self, hook: Hook) -> None:
         """Call `hook` on this thread, between what was submitted before (which may still run) and what follows.
@@ -117,21 +113,21 @@ class Stream:
         address = 0 if profile is None else profile.address
         for piece in program.pieces:
             if isinstance(piece, Piece):
-                sequence = self.team.submit(slot, piece.launches.address, piece.num_launches, profile=address, first_launch=piece.first)
-                self._retain(sequence, (program, profile))
+                self._last = self.team.submit(slot, piece.launches.address, piece.num_launches, profile=address, first_launch=piece.first)
+                self.team.retain(self._last, (program, profile))
             else:
                 piece()
 
     def record(self) -> Event:
         """An event for all that was submitted to this stream so far."""
         self._check_not_capturing("record")
-        self._release()
+        self.team.release_retired()
         return Event(self.team, self._last)
 
     def synchronize(self) -> None:
         """Wait until all that was submitted to this stream has ended; signals are served."""
         self.record().wait()
-        self._release()
+        self.team.release_retired()
 
     def abort(self) -> None:
         """Make all that is submitted so far end soon, with ERROR_ABORTED in its slots; what is submitted later runs. Any thread may call it."""
@@ -145,18 +141,6 @@ class Stream:
     def _check_not_capturing(self, what: str) -> None:
         if self._capturing is not None:
             raise StreamError(f"{what} was called while the stream is capturing; end the capture first")
-
-    def _retain(self, sequence: int, thing: object) -> None:
-        self._last = sequence
-        self._retained.append((sequence, thing))
-        if len(self._retained) > _MAX_RETAINED:
-            self._release()
-
-    def _release(self) -> None:
-        retired = self.team.retired
-        retained = self._retained
-        while retained and retained[0][0] <= retired:
-            retained.popleft()
 
 
 def raise_for_status(status: Buffer) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -22,6 +23,8 @@ ABORT: Final = NativeFunction("team_abort", ("void", "i64"), f"{_SOURCE}:abort")
 TEAM_FUNCTIONS: Final = (TEAM_LOOP, SUBMIT, WAIT_RETIRED, ABORT)
 
 SLICE_NANOSECONDS: Final = 50_000_000  # the longest native wait: signals are served between two
+
+_MAX_RETAINED: Final = 2048  # things kept alive for launches, after which those of retired ones are dropped even if nobody records an event
 
 _SYNCHRONOUS_SIGNALS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGABRT", "SIGSYS"}
 
@@ -54,7 +57,9 @@ class ThreadTeam:
         ]
         for thread in self._threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._control, self._submit, self._wait, self._abort, self._threads)
+        self._retained: deque[tuple[int, object]] = deque()
+        self._retained_lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _stop, self._control, self._submit, self._wait, self._abort, self._threads, self._retained)
         _teams.add(self)
 
     @property
@@ -72,7 +77,7 @@ class ThreadTeam:
     ) -> int:
         """Queue a command (fields: `kernels/control.py`); returns its sequence number. Waits, with signals served, while the ring is full.
 
-        The caller keeps all that the command points to alive until it has retired.
+        The caller keeps all that the command points to alive until it has retired (`retain`).
         """
         if self._unusable is not None:
             raise StreamError(self._unusable)
@@ -81,6 +86,19 @@ class ThreadTeam:
             if sequence > 0:
                 return sequence
             self.wait_slice(-sequence)
+
+    def retain(self, sequence: int, thing: object) -> None:
+        """Keep `thing` alive until command `sequence` has retired."""
+        self._retained.append((sequence, thing))
+        if len(self._retained) > _MAX_RETAINED:
+            self.release_retired()
+
+    def release_retired(self) -> None:
+        """Drop what was kept alive for commands that have retired."""
+        retained, retired = self._retained, self.retired
+        with self._retained_lock:
+            while retained and retained[0][0] <= retired:
+                retained.popleft()
 
     def wait_slice(self, sequence: int, nanoseconds: int = SLICE_NANOSECONDS) -> bool:
         """Sleep without the GIL until command `sequence` has retired, at most `nanoseconds`; may wake early. Whether it has retired."""
@@ -121,14 +139,16 @@ def _stop(
     wait: Callable[[int, int, int], int],
     abort: Callable[[int], None],
     threads: list[threading.Thread],
+    retained: deque[tuple[int, object]],
 ) -> None:
-    """End a team: abort, queue the stop command, join. Must not refer to the team itself."""
+    """End a team: abort, queue the stop command, join; only then drop what its launches point to. Must not refer to the team itself."""
     abort(control.address)
     while (sequence := submit(control.address, 0, 0, STOP, 0, 0, 0, 0)) < 0:
         wait(control.address, -sequence, SLICE_NANOSECONDS)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()
+    retained.clear()
 
 
 def _mark_all_forked() -> None:

@@ -1,138 +1,112 @@
 """The on-disk cache of compiled functions: checked object files, written atomically, in a private directory named by what they depend on.
 
-Layout: `<cache>/<toolchain>/<function>-<sources>.o`. `toolchain` is a digest of the Numba and llvmlite versions and of the CPU with its
-features; `sources` is a digest of the function's factory, its arguments and every kernel module that its module imports, so an entry is
-never stale. A file is magic, sha256 of the rest, symbol length, symbol, object; anything that does not check
-out is dropped and compiled again, with a warning. Nothing here is ever unpickled.
+Layout: `<cache>/kernels/<toolchain>/<function>-<sources>.o`. `toolchain` is a digest of the Numba and llvmlite versions and of the CPU with
+its features; `sources` is a digest of the function's factory, its arguments and every module of ours that its module imports, so an
+entry is never stale. A file is magic, sha256 of the rest, symbol length, symbol, object; anything that does not check out is dropped and
+compiled again, with a warning. Nothing here is ever unpickled. Since loading an entry is running it, a directory that somebody else owns
+or may write to is not used. Whatever is wrong with the cache costs a recompile and a warning, never a failure.
 """
 
-import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
-import json
 import logging
 import os
+import shutil
+import stat
 import struct
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import llvmlite.binding as llvm
 import platformdirs
 
 from interlock.core.errors import CompileError
+from interlock.kernels.compile_pool import MAX_WORKERS, compile_in_workers
+from interlock.kernels.compiler import compile_object
 from interlock.kernels.native import NativeFunction
+from interlock.kernels.sources import read_sources
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"ILKOBJ01"
-CACHE_DIR_VARIABLE = "INTERLOCK_CACHE_DIR"
+MAGIC: Final = b"ILKOBJ02"
+CACHE_DIR_VARIABLE: Final = "INTERLOCK_CACHE_DIR"
+
+_DAY: Final = 86_400.0  # seconds
+_UNUSED_SECONDS: Final = 30 * _DAY
+_LOCK_SECONDS: Final = 300.0  # how long to wait for another process that compiles; afterwards this one compiles too
+_LOCK_POLL_SECONDS: Final = 0.05
 
 Progress = Callable[[str, int, int], None]
+_Entry = tuple[str, bytes]
 
 _engines: list[Any] = []  # loaded code lives as long as the process
 
 
 def load(functions: Sequence[NativeFunction], progress: Progress | None = None) -> dict[str, int]:
-    """Addresses of `functions` by name; compiles those that the cache does not hold."""
+    """Addresses of `functions` by name; compiles those that the cache does not hold. Raises CompileError."""
     _initialize_llvm()
-    directory = _cache_directory()
-    objects = {}
-    missing = []
-    for function in functions:
-        entry = _read_entry(_entry_path(directory, function))
-        if entry is None:
-            missing.append(function)
-        else:
-            objects[function.name] = entry
-    if missing:
-        objects.update(_compile_all(missing, directory, progress))
+    directory = cache_directory()
+    objects = _read_all(functions, directory)
+    if len(objects) < len(functions):
+        with _compile_lock(directory):
+            # Another process may have compiled them while this one waited.
+            objects |= _read_all([f for f in functions if f.name not in objects], directory)
+            objects |= _compile_all([f for f in functions if f.name not in objects], directory, progress)
     return _link(objects)
 
 
-def compile_object(function: NativeFunction) -> tuple[str, bytes]:
-    """Compile one function with Numba: (symbol, object file)."""
-    from numba import cfunc, types
-
-    names = {"void": types.void, "i32": types.int32, "i64": types.int64}
-    result, *parameters = (names[name] for name in function.signature)
-    compiled: Any = cfunc(result(*parameters), error_model="numpy")(function.build())
-    return compiled._wrapper_name, compiled._library._get_compiled_object()
+def cache_directory() -> Path | None:
+    """The directory of entries; a temporary one that is removed at exit if the right one is not private to this user; None if there is none."""
+    base = Path(os.environ.get(CACHE_DIR_VARIABLE) or platformdirs.user_cache_path("interlock"))
+    return _usable_directory(base / "kernels")
 
 
-def _compile_all(functions: Sequence[NativeFunction], directory: Path, progress: Progress | None) -> dict[str, tuple[str, bytes]]:
-    """Compile in as many worker processes as there are CPUs (at most 4); in this process when it is only one function."""
-    objects: dict[str, tuple[str, bytes]] = {}
-    done = 0
+def entry_path(directory: Path, function: NativeFunction) -> Path:
+    """Where the entry of `function` lies."""
+    module, factory = function.source.split(":")
+    hasher = hashlib.sha256(repr((factory, function.arguments, function.signature)).encode())
+    for path, source in read_sources(module).items():
+        hasher.update(path.encode() + b"\0" + source + b"\0")
+    return directory / f"{function.name}-{hasher.hexdigest()[:24]}.o"
 
-    def finished(function: NativeFunction, entry: tuple[str, bytes]) -> None:
-        nonlocal done
-        done += 1
-        objects[function.name] = entry
-        _write_entry(_entry_path(directory, function), *entry)
+
+@functools.cache
+def toolchain_digest() -> str:
+    """The compiler and the machine that compiled code depends on, as 32 hex digits."""
+    _initialize_llvm()
+    versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
+    machine = [llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine]).encode()).hexdigest()[:32]
+
+
+def _compile_all(functions: Sequence[NativeFunction], directory: Path | None, progress: Progress | None) -> dict[str, _Entry]:
+    """Compile in as many worker processes as there are CPUs; in this process when it is only one function."""
+    objects: dict[str, _Entry] = {}
+
+    def finished(function: NativeFunction, symbol: str, code: bytes) -> None:
+        objects[function.name] = symbol, code
+        if directory is not None:
+            _write_entry(entry_path(directory, function), symbol, code)
+            _prune(directory, function)
         if progress is not None:
-            progress(function.name, done, len(functions))
+            progress(function.name, len(objects), len(functions))
 
-    workers = min(4, os.cpu_count() or 1, len(functions))
-    if workers == 1:
+    num_workers = min(MAX_WORKERS, os.cpu_count() or 1, len(functions))
+    if num_workers > 1:
+        compile_in_workers(functions, num_workers, finished)
+    else:
         for function in functions:
-            finished(function, compile_object(function))
-        return objects
-    queue = list(reversed(functions))
-
-    def drive(_: int) -> None:
-        with _Worker() as worker:
-            while True:
-                try:
-                    function = queue.pop()
-                except IndexError:
-                    return
-                finished(function, worker.compile(function))
-
-    with ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(drive, i) for i in range(workers)]:
-            future.result()
+            finished(function, *compile_object(function))
     return objects
 
 
-class _Worker:
-    """A process that compiles: one JSON line in, one header line and the object out."""
-
-    def __enter__(self) -> "_Worker":
-        command = [sys.executable, "-m", "interlock.kernels.compile_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
-
-    def compile(self, function: NativeFunction) -> tuple[str, bytes]:
-        """The compiled object. Raises CompileError with the worker's message."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = [function.name, function.signature, function.source, function.arguments]
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        header = self._process.stdout.readline()
-        if not header:
-            raise CompileError(f"the compiler process for kernel {function.name} ended with status {self._process.wait()}; see its output above")
-        reply = json.loads(header)
-        if "error" in reply:
-            raise CompileError(f"kernel {function.name} could not be compiled: {reply['error']}")
-        return reply["symbol"], self._process.stdout.read(reply["size"])
-
-
-def _link(objects: dict[str, tuple[str, bytes]]) -> dict[str, int]:
+def _link(objects: dict[str, _Entry]) -> dict[str, int]:
     addresses = {}
     for name, (symbol, code) in objects.items():
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
@@ -145,9 +119,21 @@ def _link(objects: dict[str, tuple[str, bytes]]) -> dict[str, int]:
     return addresses
 
 
-def _read_entry(path: Path) -> tuple[str, bytes] | None:
+def _read_all(functions: Sequence[NativeFunction], directory: Path | None) -> dict[str, _Entry]:
+    entries = {}
+    if directory is not None:
+        for function in functions:
+            if (entry := _read_entry(entry_path(directory, function))) is not None:
+                entries[function.name] = entry
+    return entries
+
+
+def _read_entry(path: Path) -> _Entry | None:
     try:
         data = path.read_bytes()
+        if time.time() - path.stat().st_mtime > _DAY:
+            with contextlib.suppress(OSError):  # a read-only cache is as good
+                os.utime(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -163,64 +149,84 @@ def _read_entry(path: Path) -> tuple[str, bytes] | None:
 
 def _write_entry(path: Path, symbol: str, code: bytes) -> None:
     body = struct.pack("<I", len(symbol)) + symbol.encode() + code
+    temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            temporary = file.name
             file.write(MAGIC + hashlib.sha256(body).digest() + body)
-        os.replace(file.name, path)
+        os.replace(temporary, path)
     except OSError as error:
         logger.warning("kernel cache entry %s cannot be written (%s); it will be compiled again next time", path, error)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _prune(directory: Path, function: NativeFunction) -> None:
+    """Remove entries of `function` that nobody has used for a month, of whatever toolchain, and what a killed process left half written."""
+    limits = {f"*/{function.name}-*.o": _UNUSED_SECONDS, "*/*.tmp": _DAY}
+    for pattern, limit in limits.items():
+        for path in directory.parent.glob(pattern):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > limit:
+                    path.unlink()
 
 
 @functools.cache
-def _cache_directory() -> Path:
-    root = Path(os.environ.get(CACHE_DIR_VARIABLE) or platformdirs.user_cache_path("interlock")) / "kernels"
+def _usable_directory(root: Path) -> Path | None:
     directory = root / toolchain_digest()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for path in (root, directory):
+            path.mkdir(mode=0o700, exist_ok=True)
+            _check_private(path)
+        return directory
     except OSError as error:
-        logger.warning("kernel cache %s cannot be created (%s); kernels are compiled for this process only", directory, error)
-    return directory
-
-
-def _entry_path(directory: Path, function: NativeFunction) -> Path:
-    module, factory = function.source.split(":")
-    hasher = hashlib.sha256(repr((factory, function.arguments, function.signature)).encode())
-    for path, source in _sources(module).items():
-        hasher.update(path.encode() + b"\0" + source + b"\0")
-    return directory / f"{function.name}-{hasher.hexdigest()[:24]}.o"
-
-
-@functools.cache
-def _sources(module: str) -> dict[str, bytes]:
-    """The sources of `module` and of the modules of its package's top level that it imports, directly or not, by module name."""
-    found: dict[str, bytes] = {}
-    pending = [module]
-    while pending:
-        name = pending.pop()
-        spec = importlib.util.find_spec(name)
-        if name in found or spec is None or spec.origin is None:
-            continue
-        found[name] = Path(spec.origin).read_bytes()
-        for node in ast.walk(ast.parse(found[name])):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".", 1)[0] == module.split(".", 1)[0]:
-                pending += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names if _is_module(f"{node.module}.{alias.name}")]
-    return dict(sorted(found.items()))
-
-
-def _is_module(name: str) -> bool:
+        logger.warning("kernel cache %s cannot be used (%s); kernels are compiled for this process only", directory, error)
     try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+        temporary = Path(tempfile.mkdtemp(prefix="interlock-kernels-"))
+        private = temporary / "kernels"
+        private.mkdir(mode=0o700)
+    except OSError:
+        return None
+    weakref.finalize(_initialize_llvm, shutil.rmtree, temporary, ignore_errors=True)
+    return private
 
 
-@functools.cache
-def toolchain_digest() -> str:
-    """The compiler and the machine that compiled code depends on, as 32 hex digits."""
-    _initialize_llvm()
-    versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
-    machine = [llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine]).encode()).hexdigest()[:32]
+def _check_private(path: Path) -> None:
+    """Raise PermissionError unless only this user, or root, may put files into `path`."""
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{path} is not a directory")
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):o}: others may write to it; chmod 700 it or choose {CACHE_DIR_VARIABLE}"
+        )
+
+
+@contextlib.contextmanager
+def _compile_lock(directory: Path | None) -> Iterator[None]:
+    """Hold the cache's lock, so that processes that start together compile each function once. Goes on without it if it cannot be had."""
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl
+
+            if directory is not None:
+                file = stack.enter_context(open(directory / "lock", "wb"))
+                give_up = time.monotonic() + _LOCK_SECONDS
+                while time.monotonic() < give_up:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(_LOCK_POLL_SECONDS)
+        except (ImportError, OSError):
+            pass  # no locks here, or a read-only cache: writing an entry is atomic all the same
+        yield
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from interlock.kernels.cpu.simd import declare, load_i64, pointer
+from interlock.kernels.cpu.simd import load_i64, pointer
 from interlock.kernels.cpu.sync import fence_full, load_acquire
 
 _CHUNK: Final = 1 << 20  # bytes between two looks at the abort word
@@ -20,7 +20,7 @@ def copy_memory(typingctx: Any, destination: Any, source: Any, nbytes: Any) -> A
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bytes_ = _i8.as_pointer()
-        memcpy = declare(builder, "llvm.memcpy.p0i8.p0i8.i64", ir.VoidType(), [bytes_, bytes_, _i64, _i1])
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [bytes_, bytes_, _i64])
         builder.call(memcpy, [pointer(builder, args[0], _i8), pointer(builder, args[1], _i8), args[2], ir.Constant(_i1, 0)])
         return context.get_dummy_value()
 
