@@ -380,7 +380,7 @@ class Harness:
     def assert_drained(self) -> None:
         assert not self.scheduler.has_unfinished_requests
         assert self.pool.audit().all_free, self.pool.audit()
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.counters()["num_requests_running"] == self.scheduler.counters()["num_requests_waiting"] == 0
 
     def output_of(self, req_id: str) -> list[int]:
         return self.done[req_id].output_token_ids

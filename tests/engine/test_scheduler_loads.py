@@ -144,7 +144,7 @@ def test_an_asynchronous_load_parks_the_request_and_is_findable_only_after_it_ha
     first = h.step()
     assert list(first.num_scheduled_tokens) == ["b"]
     assert first.load_promises == ()
-    assert h.scheduler.num_waiting == 1
+    assert h.scheduler.counters()["num_requests_waiting"] == 1
     h.drain()
     assert connector.allocated.count(("a", 12)) == 1
     assert ("a", 0) in connector.allocated, "the connector hears when the request is resumed"

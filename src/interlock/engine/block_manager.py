@@ -80,6 +80,11 @@ class BlockManager:
         """Forget cached content that turned out wrong, with everything that was computed behind it."""
         self._prefix_cache.invalidate(block_ids)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content."""
+        for block_id in range(self.pool.num_blocks):
+            self.pool.unpublish(block_id)
+
     def truncate(self, request: Request, num_blocks: int) -> None:
         """Keep only the request's first `num_blocks` blocks; its next positions come into fresh ones."""
         dropped = request.block_ids[num_blocks:]
@@ -119,9 +124,10 @@ class BlockManager:
         return True
 
     def retire(self, step: int) -> None:
-        """The step has ended on the device: it reads and writes nothing any more."""
-        for owner, block_ids in self._fences.pop(step, ()):
-            self.pool.release_quarantine(block_ids, owner)
+        """The step, and with it every earlier one, has ended on the device: it reads and writes nothing any more."""
+        while self._fences and min(self._fences) <= step:
+            for owner, block_ids in self._fences.pop(min(self._fences)):
+                self.pool.release_quarantine(block_ids, owner)
 
     @property
     def has_pending(self) -> bool:

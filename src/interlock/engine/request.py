@@ -95,6 +95,7 @@ class Request:
         "num_external_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_taken_tokens",
         "output_kv_transfer_params",
         "prompt",
         "replace_blocks",
@@ -140,6 +141,7 @@ class Request:
         self.block_root = b""
         self.block_keys: list[bytes] = []
         self.num_published_blocks = 0
+        self.num_taken_tokens = len(self.token_ids)
         self.load_state = LoadState.UNASKED
         self.logprobs: list[Logprobs] = []
         self.token_limit = 0
@@ -170,6 +172,12 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the sampled tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def take_new_tokens(self) -> list[int]:
+        """The tokens sampled since the last call."""
+        fresh = self.token_ids[self.num_taken_tokens :]
+        self.num_taken_tokens = len(self.token_ids)
+        return fresh
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -61,6 +61,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_failed_loads = 0
         self.num_dropped_reports = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_external_tokens = 0
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -81,10 +84,9 @@ class Scheduler:
 
     # Arrivals and aborts
 
-    def add_request(self, request: Request) -> None:
-        """Take a request in. Raises RequestError, with nothing changed, if it can never be served or its id is in use."""
-        params = request.sampling_params
-        limit = self._max_model_len if params.max_tokens is None else min(request.num_prompt_tokens + params.max_tokens, self._max_model_len)
+    def check(self, request: Request) -> None:
+        """Raises RequestError if the request can never be served, or its id is in use."""
+        limit = self._token_limit(request)
         if request.num_prompt_tokens >= self._max_model_len:
             raise RequestError(
                 f"the prompt of request {request.request_id} has {request.num_prompt_tokens} tokens, expected fewer than max_model_len, "
@@ -94,21 +96,29 @@ class Scheduler:
         if needed > present:
             raise RequestError(
                 f"request {request.request_id} needs up to {needed} KV blocks ({request.num_prompt_tokens} prompt tokens, "
-                f"max_tokens {params.max_tokens}), the pool has {present}; raise kv_cache_memory_bytes or lower max_tokens"
+                f"max_tokens {request.sampling_params.max_tokens}), the pool has {present}; raise kv_cache_memory_bytes or lower max_tokens"
             )
         if request.request_id in self.requests or self.blocks.knows(request.request_id):
             raise RequestError(
                 f"request_id is {request.request_id!r}, which a request that has not ended (or whose KV is still in transfer) uses already"
             )
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in. Raises RequestError, with nothing changed, if it cannot be served."""
+        self.check(request)
         if self._connector is not None:
             self._connector.on_new_request(request)
-        request.token_limit = limit
-        request.stop_token_ids = frozenset(params.stop_token_ids)
+        request.token_limit = self._token_limit(request)
+        request.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         request.arrival_index = self._arrivals
         self._arrivals += 1
         self.blocks.adopt(request)
         self.requests[request.request_id] = request
         self._waiting.append(request)
+
+    def _token_limit(self, request: Request) -> int:
+        max_tokens = request.sampling_params.max_tokens
+        return self._max_model_len if max_tokens is None else min(request.num_prompt_tokens + max_tokens, self._max_model_len)
 
     def abort_request(self, req_id: str) -> Request | None:
         """End a request at any moment; None if no such request is alive. It appears once more in the next `update_from_output`."""
@@ -130,15 +140,18 @@ class Scheduler:
             return True
         return self._connector is not None and bool(self._finished_req_ids or self.blocks.has_pending or self._connector.has_pending_push_work())
 
-    @property
-    def num_running(self) -> int:
-        """Requests that take part in steps."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait to be scheduled, those that wait for remote KV included."""
-        return len(self._waiting) + len(self._loading)
+    def counters(self) -> dict[str, int]:
+        """Gauges and counters by name."""
+        return {
+            "num_requests_running": len(self._running),
+            "num_requests_waiting": len(self._waiting) + len(self._loading),
+            "num_preemptions": self.num_preemptions,
+            "num_failed_loads": self.num_failed_loads,
+            "num_dropped_reports": self.num_dropped_reports,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_external_tokens": self.num_external_tokens,
+        }
 
     # Planning a step
 
@@ -261,6 +274,9 @@ class Scheduler:
         if request.load_state is LoadState.UNASKED:
             request.num_external_tokens = request.metrics.num_external_tokens = num_external
             request.metrics.num_cached_tokens = computed
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_tokens += computed
+            self.num_external_tokens += num_external
             request.load_state = LoadState.LOADING if num_external else LoadState.SETTLED
         if is_async:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -340,6 +356,7 @@ class Scheduler:
 
     def fail_step(self, output: SchedulerOutput, error: str) -> list[Request]:
         """The step failed on the device, and everything that it started has ended. Its requests end with `error`."""
+        self._finished_req_ids |= output.finished_req_ids
         for request in self._land_step(output):
             request.error = error
             self._finish(request, RequestStatus.FINISHED_ERROR)
@@ -347,6 +364,16 @@ class Scheduler:
         self.blocks.retire(output.step)
         ended, self._ended = self._ended, []
         return ended
+
+    def abandon_step(self, output: SchedulerOutput, error: str) -> None:
+        """Nobody waited for the end of the step. Its requests end with `error`; its blocks come back when a later step retires."""
+        self._finished_req_ids |= output.finished_req_ids
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is not None and request.in_flight_step == output.step:
+                request.error = error
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                self._ended.append(request)
 
     def _land_step(self, output: SchedulerOutput) -> list[Request]:
         """Take the step's requests out of flight; returns those for whom it still counts."""

@@ -1,0 +1,184 @@
+"""The engine: scheduler, runner and the connector's scheduler half, one step at a time."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from interlock.core.config import EngineConfig, KVCacheConfig
+from interlock.core.errors import KernelError
+from interlock.core.sampling_params import SamplingParams
+from interlock.core.step import ModelRunnerOutput, SchedulerOutput
+from interlock.engine.block_pool import PoolAudit
+from interlock.engine.detokenizer import Detokenizer, TextStream
+from interlock.engine.inputs import InputProcessor, Prompt, TokenizedPrompt, draw_seed
+from interlock.engine.outputs import RequestDelta
+from interlock.engine.request import Request
+from interlock.engine.scheduler import Scheduler
+from interlock.kv_transfer.connector import KVConnector, KVConnectorRole
+from interlock.kv_transfer.registry import create_connector
+
+Progress = Callable[[str, int, int], None]
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner. `execute_model` returns or raises only after everything that the step started has ended."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """The pool that it has allocated."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that it can compute."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+
+    @property
+    def model_config(self) -> Any:
+        """The model's sizes, with `vocab_size` and `eos_token_ids`."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and wait for its tokens. Raises KernelError if a kernel reported a fault."""
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+
+
+class EngineCore:
+    """Requests in, deltas out. One thread drives it. `progress(what, done, total)` is called during the start.
+
+    A step that fails in a kernel ends its requests with 'error', and the engine goes on.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner | None = None, *, connector: KVConnector | None = None, progress: Progress | None = None):
+        self.config = config
+        self.runner: Runner = runner if runner is not None else _make_runner(config, progress)
+        self.tokenizer = self.runner.tokenizer
+        self.max_model_len = self.runner.max_model_len
+        if connector is None and config.kv_transfer_config is not None:
+            connector = create_connector(config, KVConnectorRole.SCHEDULER, self.runner.kv_cache_config)
+        self._connector = connector
+        model_config = self.runner.model_config
+        self.inputs = InputProcessor(self.tokenizer, model_config.vocab_size, self.max_model_len)
+        self.detokenizer = Detokenizer(self.tokenizer)
+        self.scheduler = Scheduler(
+            config, self.runner.kv_cache_config, self.max_model_len, eos_token_ids=model_config.eos_token_ids, connector=connector
+        )
+        self._streams: dict[str, TextStream] = {}
+        self._arrivals = 0
+        self._counters = {"num_steps": 0, "num_computed_tokens": 0, "num_failed_steps": 0}
+        self.num_scheduled_tokens = 0
+
+    def make_request(
+        self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, seed: int | None = None, sample_index: int = 0
+    ) -> Request:
+        """Check a prompt and its parameters, and make the request of its sample `sample_index`. Raises RequestError; nothing is changed.
+
+        seed: overrides that of `params`; without either one is drawn.
+        """
+        tokenized = prompt if isinstance(prompt, TokenizedPrompt) else self.inputs.process(prompt)
+        self.inputs.check_params(params)
+        request = Request(
+            request_id,
+            tokenized.token_ids,
+            params,
+            seed=self.draw_seed(params) if seed is None else seed,
+            arrival_time=time.monotonic(),
+            sample_index=sample_index,
+            prompt=tokenized.text,
+            cache_salt=tokenized.cache_salt,
+        )
+        self.scheduler.check(request)
+        return request
+
+    def draw_seed(self, params: SamplingParams) -> int:
+        """The seed of `params`, or one for a request that arrives now."""
+        if params.seed is not None:
+            return params.seed
+        self._arrivals += 1
+        return draw_seed(self.config.seed, self._arrivals)
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in. Raises RequestError if it cannot be served."""
+        self.scheduler.add_request(request)
+        self._streams[request.request_id] = self.detokenizer.stream(request.sampling_params.skip_special_tokens)
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request at any moment; its last delta comes with the next step. False if it is not alive."""
+        return self.scheduler.abort_request(request_id) is not None
+
+    def step(self) -> list[RequestDelta]:
+        """Run one step. Call it while `has_work`; a step without tokens serves the connector alone."""
+        output = self.scheduler.schedule()
+        self.num_scheduled_tokens = output.total_num_scheduled_tokens
+        try:
+            result = self.runner.execute_model(output)
+        except KernelError as error:
+            self._counters["num_failed_steps"] += 1
+            changed = self.scheduler.fail_step(output, str(error))
+        except BaseException:
+            self.scheduler.abandon_step(output, "the step was interrupted")
+            raise
+        else:
+            changed = self.scheduler.update_from_output(output, result)
+        self._counters["num_steps"] += 1
+        self._counters["num_computed_tokens"] += output.total_num_scheduled_tokens
+        return [self._delta(request) for request in changed]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return self.scheduler.has_unfinished_requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is wanted, be it only to notice the end of leases and transfers."""
+        return self.scheduler.has_work
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.blocks.reset_prefix_cache()
+
+    def audit(self) -> PoolAudit:
+        """Count every block and check every rule of the pool."""
+        return self.scheduler.blocks.pool.audit()
+
+    def metrics(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        audit = dataclasses.asdict(self.audit())
+        blocks = {f"num_blocks_{state}": audit[state] for state in ("free", "cached", "referenced", "leased", "quarantined")}
+        return {**self._counters, **self.scheduler.counters(), **blocks, "num_blocks": audit["num_blocks"]}
+
+    def shutdown(self) -> None:
+        """Stop the runner and the connector. May be called twice."""
+        if self._connector is not None:
+            self._connector.shutdown()
+        self.runner.shutdown()
+
+    def _delta(self, request: Request) -> RequestDelta:
+        fresh = request.take_new_tokens()
+        stream = self._streams[request.request_id]
+        text = stream.feed(fresh)
+        logprobs = request.logprobs[-len(fresh) :] if fresh and request.logprobs else []
+        if not request.finished:
+            return RequestDelta(request.request_id, text, fresh, logprobs)
+        del self._streams[request.request_id]
+        return RequestDelta(
+            request.request_id,
+            text + stream.finish(),
+            fresh,
+            logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.error,
+            request.output_kv_transfer_params,
+        )
+
+
+def _make_runner(config: EngineConfig, progress: Progress | None) -> Runner:
+    from interlock.runner.model_runner import ModelRunner  # an engine with a runner of its own needs no kernels
+
+    return ModelRunner(config, progress=progress)

@@ -1,0 +1,98 @@
+"""Prompts as they come from users, checked and turned into token ids."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from interlock.core.errors import RequestError
+from interlock.core.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class Encoder(Protocol):
+    """What the inputs need of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt that can be computed. `text` is None if it came as token ids alone."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+class InputProcessor:
+    """Checks prompts against one model: its tokenizer (None if it has none), the rows of its embedding table, its longest sequence."""
+
+    def __init__(self, tokenizer: Encoder | None, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def process(self, prompt: Prompt) -> TokenizedPrompt:
+        """Read a prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids` and perhaps `cache_salt`. Raises RequestError."""
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, None)
+        if isinstance(prompt, Mapping):
+            return self._read_mapping(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return TokenizedPrompt(None, self._check_ids(prompt), None)
+        raise RequestError(f"prompt is {prompt!r}, expected text, a list of token ids, or an object with some of {list(_PROMPT_KEYS)}")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what sampling parameters say about tokens. Raises RequestError."""
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(f"stop_token_ids has {token_id}, expected token ids below {self._vocab_size}, the model's vocabulary")
+
+    def _read_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        unknown = sorted(set(prompt) - set(_PROMPT_KEYS), key=str)
+        if unknown:
+            raise RequestError(f"prompt has unknown keys {unknown}, expected some of {list(_PROMPT_KEYS)}")
+        salt, text = prompt.get("cache_salt"), prompt.get("prompt")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt is {salt!r}, expected a string")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt is {text!r}, expected text")
+        if "prompt_token_ids" in prompt:
+            return TokenizedPrompt(text, self._check_ids(prompt["prompt_token_ids"]), salt)
+        if text is None:
+            raise RequestError(f"prompt has keys {sorted(prompt)}, expected 'prompt' or 'prompt_token_ids' among them")
+        return self._tokenize(text, salt)
+
+    def _tokenize(self, text: str, salt: str | None) -> TokenizedPrompt:
+        if self._tokenizer is None:
+            raise RequestError("prompt is text, but the model's files have no tokenizer; give prompt_token_ids")
+        token_ids = self._tokenizer.encode(text)
+        if not token_ids:
+            raise RequestError(f"prompt is {text!r}, which has no tokens; expected at least one")
+        return TokenizedPrompt(text, self._check_ids(token_ids), salt)
+
+    def _check_ids(self, token_ids: object) -> list[int]:
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
+            raise RequestError(f"prompt_token_ids is {token_ids!r}, expected a list of token ids")
+        if not token_ids:
+            raise RequestError("prompt_token_ids is empty, expected at least one token id")
+        size = self._vocab_size
+        for index, token_id in enumerate(token_ids):
+            if type(token_id) is not int or not 0 <= token_id < size:
+                raise RequestError(f"prompt_token_ids[{index}] is {token_id!r}, expected an integer from 0 to {size - 1}, the model's vocabulary")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens, expected fewer than max_model_len, which is {self._max_model_len}; "
+                "shorten the prompt or raise max_model_len"
+            )
+        return list(token_ids)
+
+
+def draw_seed(engine_seed: int, arrival: int) -> int:
+    """The seed (64 bits) of the request that arrived as number `arrival` without one: the same in each run of an engine with this seed."""
+    return int.from_bytes(hashlib.sha256(f"interlock seed {engine_seed} {arrival}".encode()).digest()[:8], "little")

@@ -1,0 +1,227 @@
+"""The offline interface: `LLM(model=...).generate(prompts, params)`, in vLLM's shapes."""
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, cast
+
+from interlock.core.config import EngineConfig
+from interlock.core.errors import ConfigError, RequestError
+from interlock.core.sampling_params import SamplingParams
+from interlock.engine.block_pool import PoolAudit
+from interlock.engine.core import EngineCore, Progress, Runner
+from interlock.engine.inputs import Prompt, TokenizedPrompt
+from interlock.engine.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput
+from interlock.engine.samples import PromptSamples
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "StreamDelta"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+_IDLE_SECONDS = 0.0005  # between steps in which nothing could be computed, because KV is still on its way
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """What a step added to sample `index` of prompt number `prompt_index`. `output` is the whole result, with the prompt's last delta."""
+
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    output: RequestOutput | None = None
+
+
+class LLM:
+    """An engine in this process. Options are those of `EngineConfig`; `cudagraph_mode` may be a name, `kv_transfer_config` an object or
+    its JSON text. `progress(what, done, total)` is called during the start. Use it as a context manager, or call `close`.
+
+    Raises ConfigError for an unknown or unusable option, CheckpointError for a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, runner: Runner | None = None, progress: Progress | None = None, **options: Any) -> None:
+        transfer = options.get("kv_transfer_config")
+        if isinstance(transfer, str):
+            options["kv_transfer_config"] = _parse_object("kv_transfer_config", transfer)
+        self.config = EngineConfig.from_mapping({"model": model, **options})
+        self.core = EngineCore(self.config, runner, progress=progress)
+        self._num_prompts = 0
+        self._closed = False
+        self._live: set[str] = set()
+        self._kept: list[RequestDelta] = []
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts, together; results are in their order.
+
+        prompts: one or a list; each a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, with an optional
+        `"cache_salt"`. sampling_params: one for all, or one for each. progress(done, total): called when a prompt is done.
+        Raises RequestError, before anything runs, if any of them cannot be served.
+        """
+        results: dict[int, RequestOutput] = {}
+        started = self._start(prompts, sampling_params)
+        for delta in self._run(started):
+            if delta.output is not None:
+                results[delta.prompt_index] = delta.output
+                if progress is not None:
+                    progress(len(results), len(started))
+        return [results[index] for index in range(len(started))]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[StreamDelta]:
+        """As `generate`, but gives what each step added as it comes. Closing the iterator aborts what is left of its prompts."""
+        return self._run(self._start(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one chat, or a list of chats: `[{"role": ..., "content": ...}, ...]` through the model's chat template."""
+        chats = cast("Sequence[Messages]", [messages] if messages and isinstance(messages[0], Mapping) else messages)
+        prompts = [self.chat_prompt(chat, add_generation_prompt=add_generation_prompt, **variables) for chat in chats]
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """The prompt of a chat, for `generate` or `stream`. Raises RequestError if the model has no chat template."""
+        tokenizer = self.core.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise RequestError("the model has no chat template; use generate with a plain prompt")
+        text = tokenizer.chat_text(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, or None if its files have none."""
+        return self.core.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.core.reset_prefix_cache()
+
+    def audit(self) -> PoolAudit:
+        """Count every KV block and check every rule of the pool."""
+        return self.core.audit()
+
+    def metrics(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        return self.core.metrics()
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
+        """Check all prompts, then put all into the engine; on an error none stays there."""
+        if self._closed:
+            raise RequestError("the LLM is closed, expected an open one; make a new one")
+        listed = _as_list(prompts)
+        params = _params_for(listed, sampling_params)
+        tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
+        samples = []
+        for prompt, wanted in zip(tokenized, params, strict=True):
+            samples.append(PromptSamples(self.core, str(self._num_prompts), prompt, wanted))
+            self._num_prompts += 1
+        started: list[PromptSamples] = []
+        try:
+            for prompt_samples in samples:
+                prompt_samples.start()
+                started.append(prompt_samples)
+                self._live.update(request.request_id for request in prompt_samples.requests)
+        except RequestError:
+            self._abort(started)
+            raise
+        return started
+
+    def _tokenize(self, number: int, prompt: Prompt, count: int) -> TokenizedPrompt:
+        try:
+            return self.core.inputs.process(prompt)
+        except RequestError as error:
+            if count == 1:
+                raise
+            raise RequestError(f"prompt {number} of {count}: {error}") from None
+
+    def _run(self, started: list[PromptSamples]) -> Iterator[StreamDelta]:
+        owners = {request.request_id: number for number, samples in enumerate(started) for request in samples.requests}
+        try:
+            while not all(samples.finished for samples in started):
+                for delta in self._next_deltas(owners):
+                    number = owners[delta.request_id]
+                    samples = started[number]
+                    index = samples.take(delta)
+                    output = samples.output() if samples.finished else None
+                    yield StreamDelta(number, index, delta.text, delta.token_ids, delta.finish_reason, output)
+            if self.core.has_work:
+                self._step()  # tells the connector, and through it the peers, what has ended
+        finally:
+            self._abort(started)
+
+    def _next_deltas(self, owners: Collection[str]) -> list[RequestDelta]:
+        """What comes next for `owners`. A step serves all iterators; what it gives to others is kept for them."""
+        if not any(delta.request_id in owners for delta in self._kept):
+            self._step()
+        mine = [delta for delta in self._kept if delta.request_id in owners]
+        self._kept = [delta for delta in self._kept if delta.request_id not in owners]
+        return mine
+
+    def _step(self) -> None:
+        self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
+        if not self.core.num_scheduled_tokens and not self._kept:
+            time.sleep(_IDLE_SECONDS)
+
+    def _abort(self, started: list[PromptSamples]) -> None:
+        """End what is left of these prompts, and forget them."""
+        for samples in started:
+            samples.abort()
+            self._live.difference_update(request.request_id for request in samples.requests)
+        self._kept = [delta for delta in self._kept if delta.request_id in self._live]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or a list of prompts, as a list. A list that begins with an integer is one prompt of token ids."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
+        return [cast("Prompt", prompts)]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _params_for(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    for entry in listed:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling_params has {entry!r}, expected SamplingParams")
+    if len(listed) != len(prompts):
+        raise RequestError(f"sampling_params has {len(listed)} entries for {len(prompts)} prompts, expected one for each, or one for all")
+    return listed
+
+
+def _parse_object(name: str, text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}, which is not JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {text!r}, expected a JSON object")
+    return value
