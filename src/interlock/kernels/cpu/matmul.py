@@ -87,7 +87,7 @@ def _tile_runner(fmt: Any) -> tuple[Any, Any]:
                     narrow_tile(record, half, chunk, totals + half * 4 * LANES, groups)
 
         if len(shapes) == 1:
-            return njit(error_model="numpy")(lambda remaining: rows), njit(error_model="numpy")(
+            return njit(error_model="numpy")(lambda remaining: rows), njit(error_model="numpy", forceinline=True)(
                 lambda height, record, chunk, totals, groups: run_this(record, chunk, totals, groups)
             )
         larger_rows, run_larger = chain(shapes[1:])
