@@ -11,10 +11,10 @@ from peer_support import PeerEngine, ProducerProcess
 
 from interlock.core.errors import ConfigError, LifecycleError, RequestError
 from interlock.core.forward_context import CUDAGraphMode
+from interlock.graphs.copy import copy_list
 from interlock.kv_transfer.clock import VirtualClock
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.peer import PeerConnector
-from interlock.kv_transfer.transports.copy_worker import copy_without_gil
 
 MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 TOKENS = list(range(100, 113))
@@ -233,12 +233,12 @@ class HeldCopy(PeerConnector):
     @staticmethod
     def copy(descriptors, abort):
         HeldCopy.calls += 1
-        done = copy_without_gil(descriptors, abort)
+        done = copy_list(descriptors, abort)
         if HeldCopy.calls > 1:
             HeldCopy.arrived.release()
             while not HeldCopy.release.wait(0.001):
-                if abort[0]:
-                    return False
+                if abort.numpy()[0]:
+                    return 0
         return done
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-DESTINATION, SOURCE, NBYTES = 0, 1, 2
+_NBYTES = 2
 
 
 def copy_descriptors(
@@ -53,8 +53,8 @@ def merge(descriptors: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Join each descriptor to its predecessor where both its source and its destination follow on."""
     if len(descriptors) < 2:
         return descriptors
-    ends = descriptors[:-1, :NBYTES] + descriptors[:-1, NBYTES:]
-    firsts = np.flatnonzero(np.concatenate([[True], (ends != descriptors[1:, :NBYTES]).any(axis=1)]))
+    ends = descriptors[:-1, :_NBYTES] + descriptors[:-1, _NBYTES:]
+    firsts = np.flatnonzero(np.concatenate([[True], (ends != descriptors[1:, :_NBYTES]).any(axis=1)]))
     merged = descriptors[firsts].copy()
-    merged[:, NBYTES] = np.add.reduceat(descriptors[:, NBYTES], firsts)
+    merged[:, _NBYTES] = np.add.reduceat(descriptors[:, _NBYTES], firsts)
     return merged

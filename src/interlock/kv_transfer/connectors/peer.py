@@ -16,13 +16,14 @@ from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.graphs.copy import COPY_LIST, copy_list
+from interlock.kernels import native
 from interlock.kv_transfer.clock import Clock, MonotonicClock
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults
 from interlock.kv_transfer.connectors.peer_messages import PeerMetadata
 from interlock.kv_transfer.connectors.peer_scheduler import PeerSchedulerHalf
 from interlock.kv_transfer.connectors.peer_worker import PeerWorkerHalf
 from interlock.kv_transfer.references import valid_engine_id
-from interlock.kv_transfer.transports.copy_worker import copy_without_gil
 from interlock.kv_transfer.transports.shared_memory import KVPool
 
 DEFAULTS = {"lease_seconds": 30.0, "handshake_timeout": 2.0}
@@ -83,9 +84,9 @@ class PeerConnector(KVConnector):
     # ---- worker half
 
     @staticmethod
-    def copy(descriptors: npt.NDArray[np.int64], abort: npt.NDArray[np.int64]) -> bool:
+    def copy(descriptors: npt.NDArray[np.int64], abort: Buffer) -> int:
         """How bytes are moved: see `Copy`."""
-        return copy_without_gil(descriptors, abort)
+        return copy_list(descriptors, abort)
 
     def register_pool(self, pool: KVPool) -> None:
         """See `KVConnector.register_pool`."""
@@ -93,6 +94,7 @@ class PeerConnector(KVConnector):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Buffer]) -> None:
         """Starts serving and reading. Raises KVTransferError."""
+        native.load([COPY_LIST])
         self._worker_half.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: PeerMetadata) -> None:

@@ -1,6 +1,5 @@
 """The consumer's copy thread: executes reads layer by layer, without the GIL while bytes move, and reports each end to the ledger."""
 
-import ctypes
 import logging
 import queue
 import threading
@@ -10,19 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from interlock.core.buffer import Buffer
 from interlock.core.errors import KVTransferError
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.references import RemoteReference
-from interlock.kv_transfer.transfers import DESTINATION, NBYTES, SOURCE, copy_descriptors
+from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
 
 logger = logging.getLogger(__name__)
 
-Copy = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], bool]
+Copy = Callable[[npt.NDArray[np.int64], Buffer], int]
 """`copy(descriptors, abort)`: copies `[n, 3]` of (destination address, source address, bytes) in order, without the GIL, until the
-abort word `int64 [1]` is set. False: it was stopped."""
+word `abort` (int64 [1]) is not 0. Returns how many were copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,17 @@ class ReadJob:
     step: int
     ledger: Ledger
     reads: Sequence[Read]
-    abort: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
 
     @property
     def aborted(self) -> bool:
         """Whether the step has given its loads up."""
-        return bool(self.abort[0])
+        return bool(self.abort.numpy()[0])
+
+    def give_up(self) -> None:
+        """Set the abort word."""
+        self.abort.numpy()[0] = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +77,7 @@ class CopyWorker:
         block_size: int,
         num_kv_heads: int,
         row_bytes: int,
-        copy: Copy | None = None,
+        copy: Copy,
     ) -> None:
         self._pools = pools
         self._clock = clock
@@ -81,7 +85,7 @@ class CopyWorker:
         self._block_size = block_size
         self._num_kv_heads = num_kv_heads
         self._row_bytes = row_bytes
-        self._copy = copy or copy_without_gil
+        self._copy = copy
         self._lock = threading.Lock()
         self._jobs: dict[int, ReadJob] = {}
         self._queue: queue.SimpleQueue[ReadJob | None] = queue.SimpleQueue()
@@ -99,14 +103,14 @@ class CopyWorker:
         with self._lock:
             job = self._jobs.get(step)
         if job is not None:
-            job.abort[0] = 1
+            job.give_up()
             job.quiescent.wait()
 
     def close(self) -> None:
         """Stop all reads and the thread. May be called twice."""
         with self._lock:
             for job in self._jobs.values():
-                job.abort[0] = 1
+                job.give_up()
         self._queue.put(None)
         self._thread.join()
 
@@ -162,22 +166,11 @@ class CopyWorker:
     def _read_layer(self, job: ReadJob, opened: _Opened, layer: int, local_address: int) -> str | None:
         """Copy, then confirm. Returns the cause of a failure."""
         descriptors = opened.offsets + np.array([local_address, opened.pool.layer_address(layer), 0], np.int64)
-        if not self._copy(descriptors, job.abort):
+        if self._copy(descriptors, job.abort) < len(descriptors):
             return "the read was stopped"
         if self._clock.now() >= self._pools.lease_end(opened.read.reference):
             return "the producer's lease of the blocks ended before the read was confirmed"
         return opened.pool.confirm(opened.read.reference.epoch, opened.block_ids, opened.generations)
-
-
-def copy_without_gil(descriptors: npt.NDArray[np.int64], abort: npt.NDArray[np.int64]) -> bool:
-    """See `Copy`."""
-    for destination, source, nbytes in zip(
-        descriptors[:, DESTINATION].tolist(), descriptors[:, SOURCE].tolist(), descriptors[:, NBYTES].tolist(), strict=True
-    ):
-        if abort[0]:
-            return False
-        ctypes.memmove(destination, source, nbytes)
-    return True
 
 
 def begin_reads(step: int, ledger: Ledger, reads: Mapping[str, tuple[LoadPromise, RemoteReference]], num_layers: int) -> ReadJob:
