@@ -52,11 +52,11 @@ def load(functions: Sequence[NativeFunction], progress: Progress | None = None) 
     """Addresses of `functions` by name; compiles those that the cache does not hold. Raises CompileError."""
     _initialize_llvm()
     directory = cache_directory()
-    objects = _read_all(functions, directory)
+    objects = _read_all(functions, directory, logging.WARNING)
     if len(objects) < len(functions):
         with _compile_lock(directory):
-            # Another process may have compiled them while this one waited.
-            objects |= _read_all([f for f in functions if f.name not in objects], directory)
+            # Another process may have compiled them while this one waited. What is damaged has been reported above.
+            objects |= _read_all([f for f in functions if f.name not in objects], directory, logging.DEBUG)
             objects |= _compile_all([f for f in functions if f.name not in objects], directory, progress)
     return _link(objects)
 
@@ -119,16 +119,17 @@ def _link(objects: dict[str, _Entry]) -> dict[str, int]:
     return addresses
 
 
-def _read_all(functions: Sequence[NativeFunction], directory: Path | None) -> dict[str, _Entry]:
+def _read_all(functions: Sequence[NativeFunction], directory: Path | None, level: int) -> dict[str, _Entry]:
+    """The entries that there are; what cannot be used is logged at `level`."""
     entries = {}
     if directory is not None:
         for function in functions:
-            if (entry := _read_entry(entry_path(directory, function))) is not None:
+            if (entry := _read_entry(entry_path(directory, function), level)) is not None:
                 entries[function.name] = entry
     return entries
 
 
-def _read_entry(path: Path) -> _Entry | None:
+def _read_entry(path: Path, level: int) -> _Entry | None:
     try:
         data = path.read_bytes()
         if time.time() - path.stat().st_mtime > _DAY:
@@ -137,11 +138,11 @@ def _read_entry(path: Path) -> _Entry | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("kernel cache entry %s cannot be read (%s); compiling again", path, error)
+        logger.log(level, "kernel cache entry %s cannot be read (%s); compiling again", path, error)
         return None
     body = data[len(MAGIC) + 32 :]
     if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : len(MAGIC) + 32]:
-        logger.warning("kernel cache entry %s is corrupt; compiling again", path)
+        logger.log(level, "kernel cache entry %s is corrupt; compiling again", path)
         return None
     (size,) = struct.unpack_from("<I", body)
     return body[4 : 4 + size].decode(), body[4 + size :]
