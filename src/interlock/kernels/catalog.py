@@ -115,5 +115,10 @@ def sample() -> Kernel:
     return kernel("sample", "interlock.kernels.cpu.sampling:sample", ("logits", "vocab_size", "scratch", "scratch_stride"))
 
 
+def sample_scratch_bytes(vocab_size: int) -> int:
+    """`scratch_stride` of sample: weights, candidates twice, a histogram."""
+    return _aligned(4 * (vocab_size + 16) + 16 * vocab_size + 8 * 256)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -5,7 +5,6 @@ A tile is TILE keys. Its keys lie transposed in scratch, `[head_dim][TILE]`, so 
 is one FMA chain over ascending dimensions from 0, each output one FMA chain over ascending keys.
 """
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import llvmlite.binding as llvm
@@ -15,6 +14,7 @@ from numba.extending import intrinsic
 
 from interlock.core.buffer import ITEM_SIZES, DType
 from interlock.kernels.cpu.attention_layout import STATE_FACTOR, STATE_HEADER, TILE, padded
+from interlock.kernels.cpu.emit import at, integer, loop
 from interlock.kernels.cpu.rounding import stored_type, widen_value
 from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
 
@@ -44,25 +44,25 @@ def make_key_tile(dtype: DType, head_dim: int) -> Any:
     def key_tile(typingctx: Any, addresses: Any, out: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def transpose_chunk(chunk_index: Any, group: Any) -> None:
-                wanted = builder.mul(chunk_index, _int(chunk))
-                first = builder.select(builder.icmp_signed("<", wanted, _int(last)), wanted, _int(last))
+                wanted = builder.mul(chunk_index, integer(chunk))
+                first = builder.select(builder.icmp_signed("<", wanted, integer(last)), wanted, integer(last))
                 rows = []
                 for i in range(LANES):
-                    key = builder.load(pointer(builder, _at(builder, args[0], (group, 8 * LANES), (_int(i), 8)), _i64), align=8)
-                    address = _at(builder, key, (first, ITEM_SIZES[dtype]))
+                    key = builder.load(pointer(builder, at(builder, args[0], (group, 8 * LANES), (integer(i), 8)), _i64), align=8)
+                    address = at(builder, key, (first, ITEM_SIZES[dtype]))
                     rows.append(builder.load(pointer(builder, address, _v_i32), align=ITEM_SIZES[dtype]))
                 for i, column in enumerate(_transpose(builder, rows)):
                     for word, value in enumerate(_words(builder, column, dtype)):
-                        dimension = builder.add(first, _int(i * words_per_lane + word))
-                        address = _at(builder, args[1], (dimension, 4 * TILE), (group, 4 * LANES))
+                        dimension = builder.add(first, integer(i * words_per_lane + word))
+                        address = at(builder, args[1], (dimension, 4 * TILE), (group, 4 * LANES))
                         builder.store(value, pointer(builder, address, _v_f32), align=64)
 
             def body(index: Any, carried: list[Any]) -> list[Any]:
-                transpose_chunk(builder.urem(index, _int(chunks)), builder.udiv(index, _int(chunks)))
+                transpose_chunk(builder.urem(index, integer(chunks)), builder.udiv(index, integer(chunks)))
                 return []
 
-            groups = builder.lshr(builder.add(args[2], _int(LANES - 1)), _int(LANES.bit_length() - 1))
-            _loop(builder, builder.mul(groups, _int(chunks)), [], body)
+            groups = builder.lshr(builder.add(args[2], integer(LANES - 1)), integer(LANES.bit_length() - 1))
+            loop(builder, builder.mul(groups, integer(chunks)), [], body)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), generate
@@ -77,15 +77,15 @@ def _make_small_key_tile(dtype: DType, head_dim: int) -> Any:
     def key_tile(typingctx: Any, addresses: Any, out: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def body(index: Any, carried: list[Any]) -> list[Any]:
-                key = builder.load(pointer(builder, _at(builder, args[0], (index, 8)), _i64), align=8)
+                key = builder.load(pointer(builder, at(builder, args[0], (index, 8)), _i64), align=8)
                 for d in range(head_dim):
-                    address = _at(builder, key, (_int(d), ITEM_SIZES[dtype]))
+                    address = at(builder, key, (integer(d), ITEM_SIZES[dtype]))
                     value = builder.load(pointer(builder, address, stored_type(dtype)), align=ITEM_SIZES[dtype])
-                    target = _at(builder, args[1], (_int(d), 4 * TILE), (index, 4))
+                    target = at(builder, args[1], (integer(d), 4 * TILE), (index, 4))
                     builder.store(widen_value(builder, value, dtype), pointer(builder, target, _f32), align=4)
                 return []
 
-            _loop(builder, args[2], [], body)
+            loop(builder, args[2], [], body)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), generate
@@ -103,15 +103,15 @@ def make_value_tile(dtype: DType, head_dim: int) -> Any:
             addresses, offset, out, count = args
 
             def body(index: Any, carried: list[Any]) -> list[Any]:
-                value = builder.load(pointer(builder, _at(builder, addresses, (index, 8)), _i64), align=8)
+                value = builder.load(pointer(builder, at(builder, addresses, (index, 8)), _i64), align=8)
                 source = builder.add(value, offset)
-                target = _at(builder, out, (index, 4 * padded(head_dim)))
+                target = at(builder, out, (index, 4 * padded(head_dim)))
                 for d in range(0, head_dim, LANES):
                     vector = _load_stored(builder, source, d, head_dim, dtype)
-                    builder.store(vector, pointer(builder, _at(builder, target, (_int(d), 4)), _v_f32), align=64)
+                    builder.store(vector, pointer(builder, at(builder, target, (integer(d), 4)), _v_f32), align=64)
                 return []
 
-            _loop(builder, count, [], body)
+            loop(builder, count, [], body)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
@@ -131,20 +131,20 @@ def make_scores(rows: int, head_dim: int) -> Any:
             for group in _register_groups(rows, _VECTORS):
 
                 def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
-                    first = builder.mul(index, _int(unroll))
+                    first = builder.mul(index, integer(unroll))
                     for step in range(unroll):
-                        d = builder.add(first, _int(step))
-                        vectors = [_load(builder, _at(builder, keys, (d, 4 * TILE), (_int(v), 4 * LANES))) for v in group]
+                        d = builder.add(first, integer(step))
+                        vectors = [_load(builder, at(builder, keys, (d, 4 * TILE), (integer(v), 4 * LANES))) for v in group]
                         for r in range(rows):
-                            weight = _splat_load(builder, _at(builder, q, (d, 4), (_int(r), 4 * head_dim)))
+                            weight = _splat_load(builder, at(builder, q, (d, 4), (integer(r), 4 * head_dim)))
                             for j, vector in enumerate(vectors):
                                 sums[r * len(group) + j] = _fma(builder, weight, vector, sums[r * len(group) + j])
                     return sums
 
-                sums = _loop(builder, _int(head_dim // unroll), [_ZERO] * (rows * len(group)), body)
+                sums = loop(builder, integer(head_dim // unroll), [_ZERO] * (rows * len(group)), body)
                 for r in range(rows):
                     for j, v in enumerate(group):
-                        address = _at(builder, out, (_int(r), 4 * TILE), (_int(v), 4 * LANES))
+                        address = at(builder, out, (integer(r), 4 * TILE), (integer(v), 4 * LANES))
                         builder.store(builder.fmul(sums[r * len(group) + j], factor), pointer(builder, address, _v_f32), align=64)
             return context.get_dummy_value()
 
@@ -167,30 +167,30 @@ def make_weighted_sum(rows: int, head_dim: int, dtype: DType | None) -> Any:
             weights, values, offset, states, stride, count = args
 
             def sums_of(r: int, v: int) -> Any:
-                return _at(builder, states, (stride, r), (_int(v), 4 * LANES), (_int(1), STATE_HEADER))
+                return at(builder, states, (stride, r), (integer(v), 4 * LANES), (integer(1), STATE_HEADER))
 
             def value_row(index: Any, group: range) -> list[Any]:
                 if dtype is None:
-                    row = _at(builder, values, (index, 4 * padded(head_dim)))
-                    return [_load(builder, _at(builder, row, (_int(v), 4 * LANES))) for v in group]
-                row = builder.add(builder.load(pointer(builder, _at(builder, values, (index, 8)), _i64), align=8), offset)
+                    row = at(builder, values, (index, 4 * padded(head_dim)))
+                    return [_load(builder, at(builder, row, (integer(v), 4 * LANES))) for v in group]
+                row = builder.add(builder.load(pointer(builder, at(builder, values, (index, 8)), _i64), align=8), offset)
                 return [_load_stored(builder, row, LANES * v, head_dim, dtype) for v in group]
 
             for group in _register_groups(rows, vectors):
                 start = []
                 for r in range(rows):
-                    factor = _splat_load(builder, _at(builder, states, (stride, r), (_int(1), STATE_FACTOR)))
+                    factor = _splat_load(builder, at(builder, states, (stride, r), (integer(1), STATE_FACTOR)))
                     start += [builder.fmul(_load(builder, sums_of(r, v)), factor) for v in group]
 
                 def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
                     row = value_row(index, group)
                     for r in range(rows):
-                        weight = _splat_load(builder, _at(builder, weights, (_int(r), 4 * TILE), (index, 4)))
+                        weight = _splat_load(builder, at(builder, weights, (integer(r), 4 * TILE), (index, 4)))
                         for j, value in enumerate(row):
                             sums[r * len(group) + j] = _fma(builder, weight, value, sums[r * len(group) + j])
                     return sums
 
-                sums = _loop(builder, count, start, body)
+                sums = loop(builder, count, start, body)
                 for r in range(rows):
                     for j, v in enumerate(group):
                         builder.store(sums[r * len(group) + j], pointer(builder, sums_of(r, v), _v_f32), align=64)
@@ -251,39 +251,6 @@ def _words(builder: Any, column: Any, dtype: DType) -> list[Any]:
     return [widen_value(builder, builder.trunc(half, _v_i16), dtype) for half in halves]
 
 
-def _loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit `for index in range(count)` with loop-carried values; returns their values after the loop."""
-    before = builder.block
-    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(_i64)
-    values = [builder.phi(value.type) for value in carried]
-    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
-    builder.position_at_end(inside)
-    results = body(index, list(values))
-    end = builder.block
-    index.add_incoming(_int(0), before)
-    index.add_incoming(builder.add(index, _int(1)), end)
-    for phi, start, result in zip(values, carried, results, strict=True):
-        phi.add_incoming(start, before)
-        phi.add_incoming(result, end)
-    builder.branch(head)
-    builder.position_at_end(after)
-    return values
-
-
-def _int(value: int) -> Any:
-    return ir.Constant(_i64, value)
-
-
-def _at(builder: Any, base: Any, *terms: tuple[Any, int]) -> Any:
-    """base + sum of index * stride."""
-    for index, stride in terms:
-        base = builder.add(base, builder.mul(index, _int(stride)))
-    return base
-
-
 def _load(builder: Any, address: Any) -> Any:
     return builder.load(pointer(builder, address, _v_f32), align=64)
 
@@ -291,7 +258,7 @@ def _load(builder: Any, address: Any) -> Any:
 def _load_stored(builder: Any, row: Any, first: int, head_dim: int, dtype: DType) -> Any:
     """Elements [first, first + 16) of a stored row, as float32; 0 from `head_dim` on."""
     lanes = min(LANES, head_dim - first)
-    address = _at(builder, row, (_int(first), ITEM_SIZES[dtype]))
+    address = at(builder, row, (integer(first), ITEM_SIZES[dtype]))
     stored = builder.load(pointer(builder, address, ir.VectorType(stored_type(dtype), lanes)), align=ITEM_SIZES[dtype])
     wide = widen_value(builder, stored, dtype)
     if lanes == LANES:
