@@ -1,0 +1,49 @@
+"""`interlock bench`: our figures, alternating with the peer's in one run."""
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from interlock.core.errors import ConfigError
+
+BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup")
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}, or all.")] = "all",
+    json: Annotated[Path | None, typer.Option("--json", help="Write every run and the machine's description to this file.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Counted runs of each side.")] = 5,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of each side.")] = 2,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Whether to alternate with llama.cpp, where it is installed.")] = True,
+) -> None:
+    """Measure: medians of alternating runs, ours and llama.cpp's in turn, on the embedded model.
+
+    The peer is found in the environment that `make bench-peers` makes, or through INTERLOCK_PEERS_PYTHON.
+    """
+    if name != "all" and name not in BENCHMARKS:
+        raise ConfigError(f"benchmark is {name!r}, expected one of {', '.join(BENCHMARKS)}, or all")
+    from interlock.bench.peer import PeerProcess, find_peer_python
+    from interlock.bench.report import print_table, write_json
+    from interlock.bench.session import Session
+    from interlock.models.checkpoints import resolve_model
+
+    errors = Console(stderr=True, highlight=False)
+    python = find_peer_python() if peer else None
+    if peer and python is None:
+        errors.print("llama.cpp is not installed (make bench-peers); figures are ours alone", style="yellow")
+    opponent = PeerProcess(python, str(resolve_model("smollm2")), threads) if python else None
+    figures = []
+    try:
+        session = Session("smollm2", threads, rounds, opponent, lambda what: errors.print(f"measuring: {what}", style="dim"))
+        for benchmark in BENCHMARKS if name == "all" else (name,):
+            figures += importlib.import_module(f"interlock.bench.{benchmark.replace('-', '_')}").run(session)
+    finally:
+        if opponent is not None:
+            opponent.close()
+        if figures:
+            print_table(Console(), figures)
+            if json is not None:
+                write_json(json, figures, threads, rounds)

@@ -1,0 +1,61 @@
+"""Where the commands write: results on standard output, everything else on standard error."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+Report = Callable[[str, int, int], None]
+
+
+class StartDisplay:
+    """What a long start does, on standard error: one line for each of several starts at once. On a terminal it moves and then goes
+    away; elsewhere each new stage is one plain line."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+        self._stages: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def reporter(self, name: str) -> Report:
+        """A function `(stage, done, total)` that shows where the start of `name` is; total 0 means unknown."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            self.update(name, stage, done, total)
+
+        return report
+
+    def update(self, name: str, stage: str, done: int = 0, total: int = 0) -> None:
+        """Show that `name` is at `stage`, `done` of `total`."""
+        if self._progress.disable:
+            if self._stages.get(name) != stage:
+                self._console.print(f"{name}: {stage}", markup=False, highlight=False)
+        else:
+            fields: dict[str, Any] = {"description": f"{name}: {stage}", "completed": done, "total": total or None}
+            count = f"{done}/{total}" if total else ""
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(fields.pop("description"), **{"total": fields["total"], "count": count})
+            self._progress.update(self._tasks[name], count=count, **fields)
+        self._stages[name] = stage
+
+    def finish(self, name: str) -> None:
+        """`name` has started: its line goes."""
+        if name in self._tasks:
+            self._progress.remove_task(self._tasks.pop(name))
