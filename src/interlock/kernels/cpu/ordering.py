@@ -89,9 +89,11 @@ def collect_highest(logits, size, wanted, candidates, other, histogram):
     maxima = other
     for j in range(0, columns, 16):
         vstore(maxima + 4 * j, splat(_LOWEST))
-    for start in range(0, size - columns + 1, columns):
+    start = 0
+    while start + columns <= size:
         for j in range(0, columns, 16):
             vstore(maxima + 4 * j, vmax(vload(logits + 4 * (start + j)), vload(maxima + 4 * j)))
+        start += columns
     for j in range(columns):
         store_i64(candidates + 8 * j, _candidate(load_f32(maxima + 4 * j), j))
     bound = _logit_of(load_i64(sort(candidates, other, histogram, columns) + 8 * (wanted - 1)))
