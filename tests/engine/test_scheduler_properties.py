@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from interlock.core.errors import RequestError
 from interlock.engine.block_manager import BlockManager
-from interlock.engine.scheduler import Scheduler
+from interlock.engine.load_reports import LoadReports
+from interlock.engine.step_planner import StepPlanner
 
 BASES = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9])
 
@@ -71,17 +72,17 @@ def reuse_while_loading(monkeypatch):
 
 
 def recompute_from_the_promised_end(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_handle_invalid_blocks", lambda self, output, report: set())
+    monkeypatch.setattr(LoadReports, "_handle_invalid_blocks", lambda self, output, report: set())
 
 
 def publish_when_scheduled(monkeypatch):
-    start_running = Scheduler._start_running
+    start = StepPlanner._start
 
-    def start_and_publish(self, request, computed, start, count, plan):
-        start_running(self, request, computed, start, count, plan)
-        self.blocks.publish(request)
+    def start_and_publish(self, request, *rest):
+        start(self, request, *rest)
+        self._blocks.publish(request)
 
-    monkeypatch.setattr(Scheduler, "_start_running", start_and_publish)
+    monkeypatch.setattr(StepPlanner, "_start", start_and_publish)
 
 
 @pytest.mark.parametrize("fault", [reuse_while_loading, recompute_from_the_promised_end, publish_when_scheduled])

@@ -1,0 +1,110 @@
+"""Where every request stands: waiting, loading, running; and its way out."""
+
+import bisect
+import operator
+from collections.abc import Callable
+
+from interlock.engine.block_manager import BlockManager
+from interlock.engine.request import LoadState, Request, RequestStatus
+from interlock.kv_transfer.connector import KVConnector
+
+by_arrival = operator.attrgetter("arrival_index")
+
+
+class RequestQueues:
+    """The living requests, each in one place. `waiting` and `running` are in order of arrival; `loading` waits for remote KV by id.
+
+    `ended` collects requests that end outside a step's result, `finished_req_ids` the ids whose end the runner has not heard of.
+    """
+
+    def __init__(self, blocks: BlockManager, connector: KVConnector | None, clock: Callable[[], float]) -> None:
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.loading: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.ended: list[Request] = []
+        self.finished_req_ids: set[str] = set()
+        self.num_preemptions = 0
+        self._arrivals = 0
+        self._blocks = blocks
+        self._connector = connector
+        self._clock = clock
+
+    def add(self, request: Request) -> None:
+        """Take a new request in."""
+        request.arrival_index = self._arrivals
+        self._arrivals += 1
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def run(self, request: Request) -> None:
+        """A waiting request takes part in steps from now on."""
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=by_arrival)
+        request.status = RequestStatus.RUNNING
+
+    def park(self, request: Request) -> None:
+        """A waiting request waits for remote KV from now on."""
+        self.waiting.remove(request)
+        self.loading[request.request_id] = request
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def unpark(self, request: Request) -> None:
+        """The load of a request has ended."""
+        del self.loading[request.request_id]
+        bisect.insort(self.waiting, request, key=by_arrival)
+        request.status = RequestStatus.WAITING
+
+    def preempt(self, request: Request) -> None:
+        """A running request, or one that waits with landed KV, gives up its blocks; it will be recomputed."""
+        assert request.in_flight_step is None, f"{request.request_id} is preempted while step {request.in_flight_step} computes it"
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            bisect.insort(self.waiting, request, key=by_arrival)
+        self._blocks.truncate(request, 0)
+        request.status = RequestStatus.PREEMPTED
+        request.replace_blocks = False
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def latest_holder(self, arrival_index: int, include_running: bool) -> Request | None:
+        """The latest arrival behind `arrival_index` that can give up blocks: running and not in flight, or landed and waiting."""
+        holders = [other for other in self.waiting if other.block_ids]
+        if include_running:
+            holders += [other for other in self.running if other.in_flight_step is None]
+        return max((other for other in holders if other.arrival_index > arrival_index), key=by_arrival, default=None)
+
+    def finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        """End a request: tell the connector once, then lease, quarantine or free its blocks."""
+        req_id = request.request_id
+        if req_id in self.loading:
+            del self.loading[req_id]
+            self._blocks.quarantine_transfer(req_id, request.block_ids)
+        elif request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            if request.load_state is LoadState.LOADING:
+                request.num_computed_tokens -= request.num_external_tokens  # promised, not landed: nobody may be told that it is there
+        else:
+            self.waiting.remove(request)
+        request.status = status
+        request.error = error
+        request.metrics.finished_time = self._clock()
+        del self.requests[req_id]
+        self.finished_req_ids.add(req_id)
+        keep = False
+        if self._connector is not None:
+            keep, request.output_kv_transfer_params = self._connector.request_finished(request, request.block_ids)
+        if keep:
+            self._blocks.lease(request)
+        else:
+            self._blocks.truncate(request, 0)
+
+    def end(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        """End a request that gets no further token; it is noted in `ended`."""
+        self.finish(request, status, error)
+        self.ended.append(request)
+
+    def take_ended(self) -> list[Request]:
+        """The requests that have ended outside a step's result since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
