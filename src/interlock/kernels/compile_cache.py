@@ -7,6 +7,7 @@ compiled again, with a warning. Nothing here is ever unpickled. Since loading an
 or may write to is not used. Whatever is wrong with the cache costs a recompile and a warning, never a failure.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -18,7 +19,6 @@ import stat
 import struct
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -190,7 +190,7 @@ def _usable_directory(root: Path) -> Path | None:
         private.mkdir(mode=0o700)
     except OSError:
         return None
-    weakref.finalize(_initialize_llvm, shutil.rmtree, temporary, ignore_errors=True)
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return private
 
 
