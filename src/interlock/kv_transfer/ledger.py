@@ -207,6 +207,8 @@ class Ledger:
     def retract_blocks(self, step: int, block_ids: Iterable[int], cause: str) -> None:
         """The connector names local blocks whose load failed: their positions count as not landed, in every layer."""
         bad = set(block_ids)
+        if not bad:
+            return
         with self._condition:
             record = self._step(step)
             for piece in record.all_pieces():
@@ -244,11 +246,13 @@ class Ledger:
     def _wait(self, step: int, layers: Sequence[int]) -> bool:
         with self._condition:
             record = self._step(step)
-            while any(record.open_pieces[layer] for layer in layers):
+            record.awaited.append(layers)
+            while record.is_open(layers):
                 if self.clock.now() >= record.deadline:
                     self._expire(record, record.timeout_cause)
                     break
                 self.clock.wait_until(self._condition, record.deadline)
+            record.awaited.remove(layers)
             return all(piece.complete for layer in layers for piece in record.by_layer[layer])
 
     def _expire(self, record: "_Step", cause: str) -> None:
@@ -269,7 +273,8 @@ class Ledger:
         record.open_pieces[piece.layer] -= 1
         if record.open_pieces[piece.layer] == 0:
             self._publish(piece.layer)
-            self._condition.notify_all()
+            if any(piece.layer in layers and not record.is_open(layers) for layers in record.awaited):
+                self._condition.notify_all()  # not for every layer: a waiter that wakes takes the interpreter from the copy thread
 
     def _publish(self, layer: int) -> None:
         """Tell the callback of every step whose layer has ended, oldest first, up to the first that is still waiting."""
@@ -364,7 +369,11 @@ class _Step:
     open_pieces: list[int]  # per layer
     by_request: dict[str, list[_Piece]] = field(default_factory=dict)
     published: set[int] = field(default_factory=set)
+    awaited: list[Sequence[int]] = field(default_factory=list)
     expired: bool = False
+
+    def is_open(self, layers: Sequence[int]) -> bool:
+        return any(self.open_pieces[layer] for layer in layers)
 
     def all_pieces(self) -> Iterator[_Piece]:
         return itertools.chain.from_iterable(self.by_layer)

@@ -56,13 +56,13 @@ class ReadJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Opened:
-    """A read whose producer is connected. offsets `[n, 3]`: the same in every layer."""
+    """A read whose producer is connected. offsets `[n, 3]`: the same in every layer; block_ids, generations: int64, of the blocks read."""
 
     read: Read
     pool: PeerPool
     offsets: npt.NDArray[np.int64]
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
+    block_ids: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.int64]
 
 
 class CopyWorker:
@@ -161,7 +161,7 @@ class CopyWorker:
             self._row_bytes,
         )
         used = slice(promise.start // remote_size, -(-promise.stop // remote_size))
-        return _Opened(read, pool, offsets, reference.block_ids[used], reference.generations[used])
+        return _Opened(read, pool, offsets, np.array(reference.block_ids[used]), np.array(reference.generations[used]))
 
     def _read_layer(self, job: ReadJob, opened: _Opened, layer: int, local_address: int) -> str | None:
         """Copy, then confirm. Returns the cause of a failure."""

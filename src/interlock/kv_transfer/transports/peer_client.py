@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from interlock.core.buffer import ITEM_SIZES
 from interlock.core.errors import KVTransferError, PeerMismatchError
@@ -38,6 +39,7 @@ class PeerPool:
 
     def __init__(self, engine_id: str, rank: int, our_engine_id: str, ours: PoolDescription, timeout: float, aborted: Callable[[], bool]) -> None:
         self.channel = Channel.connect(engine_id, rank)
+        self._prefaulted = False
         self.lock = threading.Lock()  # one exchange of messages at a time
         try:
             self.channel.send(Hello(version=PROTOCOL_VERSION, engine_id=our_engine_id, pool=ours), timeout=timeout)
@@ -63,6 +65,12 @@ class PeerPool:
             self.channel.close()
             raise
 
+    def prefault(self) -> None:
+        """Make the first reads as fast as later ones; done once."""
+        if not self._prefaulted:
+            self._prefaulted = True
+            self._pool.prefault()
+
     def layer_address(self, layer: int) -> int:
         """Where the layer's `[num_blocks, 2, num_kv_heads, block_size, head_dim]` begins in this process."""
         return self._pool.buffer.address + self.layer_offsets[layer]
@@ -81,15 +89,15 @@ class PeerPool:
         if beyond:
             raise KVTransferError(f"the reference names block {beyond[0]}, engine {reference.engine_id!r} has {self.description.num_blocks}")
 
-    def confirm(self, epoch: int, block_ids: Sequence[int], generations: Sequence[int]) -> str | None:
+    def confirm(self, epoch: int, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.int64]) -> str | None:
         """Asked after the last byte: why what was read may not be what was referenced, or None.
 
         A table that is one behind the reference is right too: the producer writes a generation with its next step, and always
-        before it gives the block to anyone else.
+        before it gives the block to anyone else. block_ids, generations: int64 [n].
         """
-        ages = self._control.generations[np.asarray(block_ids, np.int64)].astype(np.int64) - np.asarray(generations, np.int64)
-        changed = np.flatnonzero((ages > 0) | (ages < -1))
-        if changed.size:
+        ages = self._control.generations[block_ids].astype(np.int64) - generations
+        if ages.max() > 0 or ages.min() < -1:
+            changed = np.flatnonzero((ages > 0) | (ages < -1))
             return f"the producer gave block {block_ids[int(changed[0])]} away before the read was confirmed (its generation changed)"
         if self._control.epoch != epoch:
             return f"the producer left epoch {epoch} before the read was confirmed"
@@ -224,6 +232,7 @@ def _peer(reference: RemoteReference) -> tuple[str, int]:
 
 def _send_done(reference: RemoteReference, pool: PeerPool) -> None:
     pool.channel.send(Done(request_id=reference.request_id))
+    pool.prefault()  # here, since earlier it would compete with the first read
 
 
 def _check_offsets(welcome: Welcome) -> None:

@@ -91,10 +91,6 @@ class PoolServer:
             while (body := channel.next_frame()) is not None:
                 self._answer(channel, body)
             channel.take_descriptors(0)
-        except PeerMismatchError as error:
-            self.refused += 1
-            logger.warning("a peer was refused: %s", str(error))
-            open_still = False
         except KVTransferError as error:
             self.malformed += 1
             logger.warning("a connection was closed: %s", str(error))
@@ -113,8 +109,10 @@ class PoolServer:
                 check_version(message.version, message.engine_id)
                 check_pool(self._welcome.pool, message.pool, message.engine_id)
             except PeerMismatchError as error:
+                self.refused += 1
+                logger.warning("a peer was refused: %s", str(error))
                 channel.send(Refused(reason=f"refused by engine {self._welcome.engine_id!r}: {error}"))
-                raise
+                return
             channel.send(self._welcome, self._descriptors)
             self._introduced.add(channel)
         elif channel not in self._introduced:
