@@ -10,6 +10,7 @@ from interlock.core.buffer import Buffer, DType
 from interlock.graphs.program import Program
 from interlock.graphs.stream import Stream, raise_for_status
 from interlock.graphs.threads import ThreadTeam
+from interlock.graphs.timeline import Timelines
 from interlock.kernels import slot as words
 from interlock.models.ops import LayerHooks, Ops
 from interlock.models.registry import LoadedModel
@@ -42,6 +43,8 @@ class ModelDriver:
         work = Workspace.allocate(config, max_num_tokens=max_model_len, max_num_reqs=MAX_REQS, max_model_len=max_model_len, num_threads=num_threads)
         table = Buffer.from_numpy(rope_table(config.rope, max_model_len))
         self.ops = Ops(self.stream, config, self.kv, work, table, hooks=hooks)
+        self._rope_table = table
+        self.steps = 0
         self._arrays: dict[int, Buffer] = {
             words.STATUS: Buffer.zeros((4,), "int64"),
             words.TOKEN_IDS: Buffer.zeros((max_model_len,), "int32"),
@@ -50,6 +53,7 @@ class ModelDriver:
             words.QUERY_START_LOC: Buffer.zeros((MAX_REQS + 1,), "int32"),
             words.SEQ_LENS: Buffer.zeros((MAX_REQS,), "int32"),
             words.BLOCK_TABLE: Buffer.zeros((MAX_REQS, self.blocks_per_seq), "int32"),
+            words.GATE_TARGETS: Buffer.zeros((config.num_layers,), "int64"),
             words.LOGITS_INDICES: Buffer.zeros((max_model_len,), "int32"),
         }
         self._header = Buffer.zeros((words.NUM_WORDS,), "int64")
@@ -79,6 +83,10 @@ class ModelDriver:
             self.loaded.model.forward(self.ops)
         return program
 
+    def use_timelines(self, landed: Timelines, written: Timelines) -> None:
+        """Put gates before and signals after the KV writes of what is captured from now on."""
+        self.ops = Ops(self.stream, self.loaded.config, self.kv, self.ops.workspace, self._rope_table, landed=landed, written=written)
+
     def close(self) -> None:
         self.team.shutdown()
 
@@ -99,4 +107,5 @@ class ModelDriver:
             view[words.LOGITS_INDICES][request] = stop - 1
             row = stop
         header = self._header.numpy()
-        header[words.NUM_TOKENS], header[words.NUM_REQS], header[words.NUM_LOGITS], header[words.STEP] = row, len(queries), len(queries), 1
+        self.steps += 1
+        header[words.NUM_TOKENS], header[words.NUM_REQS], header[words.NUM_LOGITS], header[words.STEP] = row, len(queries), len(queries), self.steps
