@@ -1,0 +1,82 @@
+"""The numerical law through the whole engine: a request's tokens and log-probabilities are, bit for bit, those that it has alone."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from checkpoints import make_tiny_llama
+from interlock import LLM, SamplingParams
+
+OPTIONS = {"threads": 2, "max_model_len": 128, "block_size": 8}
+NUM_TOKENS = 12
+
+
+def params_of(number):
+    temperature = 0.0 if number % 2 == 0 else 0.9
+    return SamplingParams(
+        temperature=temperature, top_k=40, top_p=0.95, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, n=1 + number % 3
+    )
+
+
+def bits(output):
+    """Everything that a prompt's samples say, with floats as integers."""
+    return [
+        (
+            sample.token_ids,
+            [[(token_id, struct.pack("<d", entry.logprob), entry.rank) for token_id, entry in position.items()] for position in sample.logprobs],
+        )
+        for sample in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("engine_law"), dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(11)
+    shared = rng.integers(3, 250, 24).tolist()
+    own = [rng.integers(3, 250, length).tolist() for length in (1, 17, 40, 8, 23, 33)]
+    return [own[0], own[1], shared + own[2], shared + own[3], shared[:16], shared + own[4], own[5], shared]
+
+
+@pytest.fixture(scope="module")
+def alone(model, prompts):
+    """Each prompt in an empty engine: eager, nothing cached, all in one chunk."""
+    with LLM(model, enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=16 << 20, **OPTIONS) as llm:
+        return [bits(llm.generate([prompt], params_of(number))[0]) for number, prompt in enumerate(prompts)]
+
+
+# A block of this model has 2 layers x 2 (keys, values) x 2 heads x 8 positions x 16 x 2 bytes.
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 16 * 2
+
+
+@pytest.mark.parametrize("cudagraph_mode", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_batched_tokens", "enable_prefix_caching"),
+    [(200, 256, True), (200, 13, True), (18, 64, True), (18, 64, False)],
+    ids=["roomy", "small chunks", "preemptions", "preemptions without cache"],
+)
+def test_companions_chunks_cache_hits_and_preemptions_change_no_bit(
+    model, prompts, alone, cudagraph_mode, num_blocks, max_num_batched_tokens, enable_prefix_caching
+):
+    options = {
+        "cudagraph_mode": cudagraph_mode,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "enable_prefix_caching": enable_prefix_caching,
+        "kv_cache_memory_bytes": num_blocks * BLOCK_BYTES,
+    }
+    with LLM(model, **OPTIONS, **options) as llm:
+        params = [params_of(number) for number in range(len(prompts))]
+        for _ in range(2):
+            outputs = llm.generate(prompts, params)
+            assert [bits(output) for output in outputs] == alone
+        metrics = llm.metrics()
+        assert metrics["num_blocks"] == num_blocks
+        assert (metrics["num_preemptions"] > 0) == (num_blocks == 18)
+        assert (metrics["num_cached_tokens"] > 0) == enable_prefix_caching
+        assert llm.audit().all_free
