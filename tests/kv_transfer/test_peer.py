@@ -1,61 +1,16 @@
-import contextlib
-import gc
-import os
 import threading
-import uuid
 
 import numpy as np
 import pytest
-from kv_support import engine_config, kv_cache_config, run_in_thread
-from peer_support import PeerEngine, ProducerProcess
+from kv_support import run_in_thread
 
-from interlock.core.errors import ConfigError, LifecycleError, RequestError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.copy import copy_list
 from interlock.kv_transfer.clock import VirtualClock
-from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.peer import PeerConnector
 
 MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 TOKENS = list(range(100, 113))
-
-
-def held_descriptors():
-    """Sockets and shared segments that this process holds."""
-    targets = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            targets.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sorted(target for target in targets if target.startswith(("socket:", "/memfd:interlock")))
-
-
-@pytest.fixture
-def engines():
-    """Makes engines with an id of their own, and closes them; ends with the count of descriptors unchanged."""
-    before = held_descriptors()
-    threads_before = threading.active_count()
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(PeerEngine(f"test-{uuid.uuid4().hex}", *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-        engine.close()
-    made.clear()
-    engine = None
-    gc.collect()  # a mapping holds a descriptor until it goes
-    assert threading.active_count() == threads_before
-    assert held_descriptors() == before
-
-
-@pytest.fixture
-def producer_process():
-    process = ProducerProcess(f"test-{uuid.uuid4().hex}")
-    yield process
-    process.stop()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,6 +73,16 @@ def wait_for_end_of_lease(producer, request_id):
     ended = frozenset()
     while request_id not in ended:
         ended = producer.step().finished_sending
+
+
+def test_a_repeated_notice_does_not_end_the_lease_of_a_later_request_of_the_same_id(engines):
+    producer = engines()
+    leases = producer.worker._worker_half.producer.leases
+    for expected in ({"p"}, frozenset()):
+        producer.prefill("p", TOKENS[:8], [1, 2])
+        leases.done("p:1")
+        leases.done("p:1")
+        assert producer.step().finished_sending == expected
 
 
 def test_a_full_local_hit_reads_nothing_and_gives_the_reference_back(engines):
@@ -209,7 +174,7 @@ class TestFailures:
         producer, consumer = engines(), engines()
         params = producer.prefill("p", TOKENS[:8], [1, 2])
         producer.step()
-        producer.worker._worker_half.producer.leases.done("p")
+        producer.worker._worker_half.producer.leases.done("p:1")
         producer.step()
         producer.step()
         assert "generation" in self.load_error(consumer, params)
@@ -280,7 +245,7 @@ def test_a_read_past_its_deadline_is_stopped_before_its_blocks_are_reported(engi
 
 def give_blocks_away(producer):
     """The lease ends, and another prompt overwrites the blocks."""
-    producer.worker._worker_half.producer.leases.done("p")
+    producer.worker._worker_half.producer.leases.done("p:1")
     producer.step()
     producer.step()
     producer.fill(99)
@@ -335,10 +300,10 @@ def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
     leases = producer.worker._worker_half.producer.leases
     for _ in range(20):
         held.clock.advance(6.0)
-        assert leases.extend(["p"])
+        assert leases.extend(["p:1"])
     assert producer.step().finished_sending == frozenset()
     held.clock.advance(31.0)
-    assert not leases.extend(["p"])
+    assert not leases.extend(["p:1"])
     assert producer.step().finished_sending == {"p"}
     _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
     assert consumer.step(CUDAGraphMode.FULL, promises).load_errors
@@ -377,75 +342,3 @@ class TestProcesses:
         producer_process.kill()
         _, promises = consumer.admit("d", TOKENS[:12], params, [1, 6, 3])
         assert "cannot be reached" in consumer.step(CUDAGraphMode.FULL, promises).load_errors["d"]
-
-
-class TestRequests:
-    @pytest.mark.parametrize(
-        ("change", "named"),
-        [
-            ({"remote_block_ids": None}, "remote_block_ids"),
-            ({"remote_block_ids": [[1]]}, "remote_block_ids"),
-            ({"remote_block_ids": [[1, 2], [1, 2]]}, "groups"),
-            ({"remote_block_ids": [[1, -2]]}, "remote_block_ids"),
-            ({"remote_engine_id": "../../x"}, "remote_engine_id"),
-            ({"remote_engine_id": 5}, "remote_engine_id"),
-            ({"remote_num_tokens": "8"}, "remote_num_tokens"),
-            ({"remote_num_tokens": 0}, "remote_num_tokens"),
-            ({"remote_num_tokens": 2**40}, "remote_num_tokens"),
-            ({"remote_block_size": 0}, "remote_block_size"),
-            ({"remote_epoch": -1}, "remote_epoch"),
-            ({"remote_block_generations": [0]}, "remote_block_generations"),
-            ({"remote_blocks_expiry_time": float("nan")}, "remote_blocks_expiry_time"),
-        ],
-    )
-    def test_parameters_that_cannot_be_used_are_refused_by_name(self, engines, change, named):
-        engine = engines()
-        params = engine.prefill("p", TOKENS[:8], [1, 2])
-        with pytest.raises(RequestError, match=named):
-            engine.admit("d", TOKENS[:8], params | change, [3, 4])
-
-    def test_a_reference_for_another_prompt_is_refused(self, engines):
-        engine = engines()
-        params = engine.prefill("p", TOKENS[:8], [1, 2])
-        with pytest.raises(RequestError, match="token_digest"):
-            engine.admit("d", [*TOKENS[:7], 0], params, [3, 4])
-        with pytest.raises(RequestError, match="has 7 tokens"):
-            engine.admit("d", TOKENS[:7], params, [3, 4])
-
-    def test_unknown_keys_are_passed_over(self, engines):
-        engine = engines()
-        params = engine.prefill("p", TOKENS[:8], [1, 2])
-        engine.admit("d", TOKENS[:8], params | {"something": {"else": 1}}, [3, 4])
-
-    def test_roles_that_do_not_fit_are_refused(self, engines):
-        producer, consumer = engines("kv_producer"), engines("kv_consumer")
-        params = producer.prefill("p", TOKENS[:8], [1, 2])
-        with pytest.raises(RequestError, match="kv_producer"):
-            producer.admit("d", TOKENS[:8], params, [3, 4])
-        with pytest.raises(RequestError, match="kv_consumer"):
-            consumer.prefill("q", TOKENS[:8], [1, 2])
-
-    def test_an_aborted_request_leaves_no_lease(self, engines):
-        engine = engines()
-        engine.step()
-        request, _ = engine.admit("d", TOKENS[:8], {"do_remote_decode": True}, [1, 2])
-        request.finish_reason, request.num_computed_tokens = "abort", 8
-        assert engine.scheduler.request_finished(request, [1, 2]) == (False, None)
-        assert not engine.scheduler.has_pending_push_work()
-
-
-class TestConfiguration:
-    def test_unknown_or_bad_options_are_refused(self):
-        for extra, named in (({"lease": 3}, "lease"), ({"lease_seconds": "3"}, "lease_seconds"), ({"lease_seconds": 5}, "kv_load_timeout")):
-            with pytest.raises(ConfigError, match=named):
-                PeerConnector(engine_config("e", **extra), KVConnectorRole.SCHEDULER, kv_cache_config())
-
-    def test_the_halves_do_not_do_each_others_work(self):
-        scheduler = PeerConnector(engine_config("e"), KVConnectorRole.SCHEDULER, kv_cache_config())
-        with pytest.raises(LifecycleError, match="worker-side"):
-            scheduler.abort_loads(1)
-
-    def test_two_engines_of_one_id_are_refused(self, engines):
-        engine = engines()
-        with pytest.raises(Exception, match="own engine_id"):
-            PeerEngine(engine.worker.kv_transfer_config.engine_id)

@@ -60,7 +60,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """The consumer still wants these requests' blocks."""
+    """The consumer still wants the blocks of these leases (`remote_request_id`)."""
 
     request_ids: Annotated[list[_Text], msgspec.Meta(max_length=4096)]
 
@@ -72,7 +72,7 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True, tag="leases"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """The consumer needs this request's blocks no longer. Not answered."""
+    """The consumer needs the blocks of this lease no longer. Not answered."""
 
     request_id: _Text
 

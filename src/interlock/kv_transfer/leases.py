@@ -13,7 +13,7 @@ _REMEMBERED_NOTICES = 4096
 
 
 class LeaseTable:
-    """The leases of one producer, by its request ids. Consumers' notices come in on another thread than the engine's steps.
+    """The leases of one producer, by id. Consumers' notices come in on another thread than the engine's steps.
 
     A notice may overtake the step that grants its lease; it is remembered (the last 4096) and ends the lease when it is granted.
     """
@@ -28,41 +28,42 @@ class LeaseTable:
         self._ended: set[str] = set()
         self._early: OrderedDict[str, None] = OrderedDict()
 
-    def grant(self, request_id: str) -> None:
-        """Keep the blocks of a request from now on for `duration` seconds."""
+    def grant(self, lease_id: str) -> None:
+        """A lease begins; it runs for `duration` seconds."""
         with self._lock:
-            if self._early.pop(request_id, 0) is None:
-                self._ended.add(request_id)
+            if lease_id in self._early:
+                del self._early[lease_id]
+                self._ended.add(lease_id)
             else:
-                self._expiry[request_id] = self._clock.now() + self.duration
+                self._expiry[lease_id] = self._clock.now() + self.duration
 
-    def extend(self, request_ids: Iterable[str]) -> dict[str, float]:
+    def extend(self, lease_ids: Iterable[str]) -> dict[str, float]:
         """A consumer's heartbeat: the new end of each lease that exists."""
         with self._lock:
             now = self._clock.now()
-            alive = {i: now + self.duration for i in request_ids if self._expiry.get(i, now) > now}
+            alive = {i: now + self.duration for i in lease_ids if self._expiry.get(i, now) > now}
             self._expiry.update(alive)
             return alive
 
-    def done(self, request_id: str) -> None:
+    def done(self, lease_id: str) -> None:
         """The consumer needs the blocks no longer."""
         with self._lock:
-            if self._expiry.pop(request_id, None) is not None:
-                self._ended.add(request_id)
+            if self._expiry.pop(lease_id, None) is not None:
+                self._ended.add(lease_id)
                 return
-            self._early[request_id] = None
+            self._early[lease_id] = None
             while len(self._early) > _REMEMBERED_NOTICES:
                 self._early.popitem(last=False)
                 self.unknown_notices += 1
 
     def take_ended(self) -> frozenset[str]:
-        """Requests whose lease has ended since the last call: by notice, or by time."""
+        """Leases that have ended since the last call: by notice, or by time."""
         with self._lock:
             now = self._clock.now()
-            for request_id in [i for i, expiry in self._expiry.items() if expiry <= now]:
-                logger.warning("the lease of request %r expired after %g s without a word from its consumer", request_id, self.duration)
-                del self._expiry[request_id]
-                self._ended.add(request_id)
+            for lease_id in [i for i, expiry in self._expiry.items() if expiry <= now]:
+                logger.warning("lease %r expired after %g s without a word from its consumer", lease_id, self.duration)
+                del self._expiry[lease_id]
+                self._ended.add(lease_id)
                 self.expired += 1
             ended, self._ended = frozenset(self._ended), set()
             return ended

@@ -25,8 +25,9 @@ _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of a finished request of another engine: positions [0, num_tokens), in `block_ids` of `block_size` positions each.
 
-    epoch: the life of the producer that gave it; generations: of each block, when it was given; expiry: end of the lease in seconds
-    of the host's monotonic clock, if it is not extended; request_id: the producer's; token_digest: of the tokens at these positions.
+    epoch: the life of the producer that gave it; generations: of each block, when it was given; token_digest: of the tokens at these
+    positions; expiry: end of the lease in seconds of the host's monotonic clock, if it is not extended; request_id: the producer's
+    name for the lease.
     """
 
     engine_id: str

@@ -19,12 +19,12 @@ class PeerLoad:
 class PeerMetadata:
     """Scheduler half → worker half, with every step.
 
-    loads: this step's reads; leases: our requests whose blocks are kept from now on; generations: new ones, by block; kept: references
-    whose leases are to be extended; released: references that are needed no longer.
+    loads: this step's reads; leases: that begin, each as its id and our request whose blocks are kept; generations: new ones, by
+    block; kept: references whose leases are to be extended; released: references that are needed no longer.
     """
 
     loads: tuple[PeerLoad, ...] = ()
-    leases: tuple[str, ...] = ()
+    leases: tuple[tuple[str, str], ...] = ()
     generations: tuple[tuple[int, int], ...] = ()
     kept: tuple[RemoteReference, ...] = ()
     released: tuple[RemoteReference, ...] = ()

@@ -25,6 +25,7 @@ from interlock.kv_transfer.references import (
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_REFERENCES = 65536
+_MAX_ID = 200  # characters of a request id that go into a lease id
 
 
 class PeerConsumer:
@@ -116,7 +117,8 @@ class PeerProducer:
         self._leases: dict[str, tuple[int, ...]] = {}
         self._holders = np.zeros(config.num_blocks, np.int64)
         self._generations = np.zeros(config.num_blocks, np.int64)
-        self._granted: list[str] = []
+        self._granted: list[tuple[str, str]] = []
+        self._num_leases = 0
         self._changed: dict[int, int] = {}
 
     def learn(self, epoch: int | None) -> None:
@@ -127,18 +129,27 @@ class PeerProducer:
         """Keep the request's blocks, and the parameters that say so; None if there is nothing to keep."""
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         blocks = tuple(block_ids[: -(-num_tokens // self._block_size)])
-        if not num_tokens or self._epoch is None:
-            logger.warning("request %r cannot be handed over: it has %d computed tokens", request.request_id, num_tokens)
+        if not num_tokens or self._epoch is None or request.request_id in self._leases:
+            logger.warning(
+                "request %r is not handed over: %d computed tokens, epoch %s, leased already: %s",
+                request.request_id,
+                num_tokens,
+                self._epoch,
+                request.request_id in self._leases,
+            )
             return None
+        # Not the request id alone: a notice that comes late or twice must not end the lease of a later request of the same id.
+        self._num_leases += 1
+        lease_id = f"{request.request_id[:_MAX_ID]}:{self._num_leases}"
         self._leases[request.request_id] = blocks
         self._holders[list(blocks)] += 1
-        self._granted.append(request.request_id)
+        self._granted.append((lease_id, request.request_id))
         return to_params(
             RemoteReference(
                 engine_id=self._engine_id,
                 rank=0,
                 epoch=self._epoch,
-                request_id=request.request_id,
+                request_id=lease_id,
                 block_ids=blocks,
                 generations=tuple(self._generations[list(blocks)].tolist()),
                 block_size=self._block_size,
@@ -157,8 +168,8 @@ class PeerProducer:
                 self._generations[block] += 1
                 self._changed[block] = int(self._generations[block])
 
-    def take_granted(self) -> tuple[str, ...]:
-        """Leases that began since the last call."""
+    def take_granted(self) -> tuple[tuple[str, str], ...]:
+        """Leases that began since the last call: their ids, and our requests."""
         granted, self._granted = tuple(self._granted), []
         return granted
 

@@ -27,6 +27,7 @@ class ProducerWorker:
         self.epoch = 1 + secrets.randbelow(2**52)
         self.leases = LeaseTable(clock, lease)
         self._control = ControlSegment(config.num_blocks, self.epoch)
+        self._leased: dict[str, str] = {}
         welcome = make_welcome(transfer.engine_id, self.epoch, describe_pool(config), pool.buffer.nbytes, layer_offsets)
         try:
             self.server = PoolServer(0, welcome, (pool.fd, self._control.fd), self.leases)
@@ -38,8 +39,13 @@ class ProducerWorker:
         """Before the step's launch: a block's new generation is out before anything overwrites the block."""
         for block, generation in metadata.generations:
             self._control.generations[block] = generation
-        for request_id in metadata.leases:
-            self.leases.grant(request_id)
+        for lease_id, request_id in metadata.leases:
+            self._leased[lease_id] = request_id
+            self.leases.grant(lease_id)
+
+    def take_ended(self) -> frozenset[str]:
+        """Our requests whose lease has ended since the last call."""
+        return frozenset(self._leased.pop(lease_id) for lease_id in self.leases.take_ended())
 
     def close(self) -> None:
         """Readers that are still there find the epoch gone."""
@@ -139,7 +145,7 @@ class PeerWorkerHalf:
 
     def finished_sending(self) -> frozenset[str]:
         """Requests whose lease has ended since the last call."""
-        return self.producer.leases.take_ended() if self.producer is not None else frozenset()
+        return self.producer.take_ended() if self.producer is not None else frozenset()
 
     def worker_meta(self) -> PeerWorkerMeta:
         """See `KVConnector.build_connector_worker_meta`."""

@@ -1,0 +1,46 @@
+import contextlib
+import gc
+import os
+import threading
+import uuid
+
+import pytest
+from peer_support import PeerEngine, ProducerProcess
+
+
+def held_descriptors():
+    """Sockets and shared segments that this process holds."""
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(target for target in targets if target.startswith(("socket:", "/memfd:interlock")))
+
+
+@pytest.fixture
+def engines():
+    """Makes engines with an id of their own, and closes them; ends with the count of descriptors unchanged."""
+    before = held_descriptors()
+    threads_before = threading.active_count()
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(PeerEngine(f"test-{uuid.uuid4().hex}", *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+        engine.close()
+    made.clear()
+    engine = None
+    gc.collect()  # a mapping holds a descriptor until it goes
+    assert threading.active_count() == threads_before
+    assert held_descriptors() == before
+
+
+@pytest.fixture
+def producer_process():
+    process = ProducerProcess(f"test-{uuid.uuid4().hex}")
+    yield process
+    process.stop()
