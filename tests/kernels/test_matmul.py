@@ -165,8 +165,9 @@ def test_the_gated_product_has_the_bits_of_the_separate_kernels(fmt, n):
     assert np.array_equal(bits(run_product(pack_gate_up(fmt, n, k, gate, up), x, num_threads=2)), bits(expected))
 
 
-def test_tiles_fit_the_sizes_that_the_scratch_is_laid_out_for():
-    heights = [shape.rows for shape in tile_shapes()]
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_tiles_fit_the_sizes_that_the_scratch_is_laid_out_for(fmt):
+    heights = [shape.rows for shape in tile_shapes(fmt)]
     assert heights == sorted(heights)
     assert heights[0] == 1
     assert heights[-1] <= MAX_TILE_ROWS

@@ -34,7 +34,7 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
     record_bytes = group_nbytes(fmt)
     tile_rows, run_tile = _tile_runner(fmt)
     fill_inputs = _input_filler(fmt)
-    main_rows = max(shape.rows for shape in tile_shapes())
+    main_rows = max(shape.rows for shape in tile_shapes(fmt))
     main_chunk_bytes = chunk_bytes(main_rows)
 
     def product(args, slot, thread_id, num_threads):
@@ -87,9 +87,16 @@ def _tile_runner(fmt: Any) -> tuple[Any, Any]:
                     narrow_tile(record, half, chunk, totals + half * 4 * LANES, groups)
 
         if len(shapes) == 1:
-            return njit(error_model="numpy")(lambda remaining: rows), njit(error_model="numpy", forceinline=True)(
-                lambda height, record, chunk, totals, groups: run_this(record, chunk, totals, groups)
-            )
+
+            @njit(error_model="numpy")
+            def last_rows(remaining):
+                return rows
+
+            @njit(error_model="numpy")
+            def run_last(height, record, chunk, totals, groups):
+                run_this(record, chunk, totals, groups)
+
+            return last_rows, run_last
         larger_rows, run_larger = chain(shapes[1:])
 
         @njit(error_model="numpy")
@@ -105,7 +112,7 @@ def _tile_runner(fmt: Any) -> tuple[Any, Any]:
 
         return tile_rows, run_tile
 
-    return chain(tile_shapes())
+    return chain(tile_shapes(fmt))
 
 
 def _input_filler(fmt: Any) -> Any:

@@ -24,7 +24,7 @@ from interlock.core.errors import CompileError
 from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
 from interlock.kernels.formats import GROUP, PANEL, QUANT_BYTES, SCALE_BYTES, group_nbytes
 
-PREFETCH_BYTES: Final = 8192
+PREFETCH_BYTES: Final = 12 * 1024  # a few rows leave the product bound by memory, and this much in flight hides its latency
 STEP: Final = 8  # inputs per word of 4-bit quants, and per turn of the inner loop
 SUMS_BYTES: Final = 64  # room for one float32 per row of a tile
 FOUR_BITS: Final = ("q4_0", "q4_1")
@@ -53,23 +53,21 @@ class TileShape:
     prefetch: int = 0
 
 
-def tile_shapes() -> tuple[TileShape, ...]:
+def tile_shapes(fmt: Any) -> tuple[TileShape, ...]:
     """The tiles for the CPU that code is compiled for, fewest rows first.
 
     A tile of r rows and h halves keeps r * h * width accumulators of 16 lanes: one register each with AVX-512, two with AVX2, four
     with NEON. Raises CompileError for a CPU without fused multiply-add, which the law of the products needs.
     """
     features = _target_features()
+    ahead = PREFETCH_BYTES
     if "avx512f" in features:
-        few: tuple[TileShape, ...] = (
-            TileShape(1, 2, 2, prefetch=PREFETCH_BYTES),
-            TileShape(2, 2, 2, prefetch=PREFETCH_BYTES),
-            TileShape(4, 2, prefetch=PREFETCH_BYTES),
-        )
+        width = 2 if fmt in FOUR_BITS else 1  # 4-bit weights arrive fast enough for the latency of one chain of additions to show
+        few: tuple[TileShape, ...] = (TileShape(1, 2, width, prefetch=ahead), TileShape(2, 2, width, prefetch=ahead), TileShape(4, 2, prefetch=ahead))
         return (*few, TileShape(6, 2), TileShape(8, 2, totals_in_registers=False), TileShape(12, 2, totals_in_registers=False))
     if "fma" not in features and "neon" not in features:
         raise CompileError("this CPU has no fused multiply-add, which Interlock's products need: expected AVX2 with FMA, AVX-512, or NEON")
-    few = (TileShape(1, 2, prefetch=PREFETCH_BYTES), TileShape(2, 2, totals_in_registers=False, prefetch=PREFETCH_BYTES))
+    few = (TileShape(1, 2, prefetch=ahead), TileShape(2, 2, totals_in_registers=False, prefetch=ahead))
     return (*few, TileShape(4, 1, totals_in_registers=False), TileShape(6, 1, totals_in_registers=False))
 
 
