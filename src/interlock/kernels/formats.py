@@ -85,16 +85,14 @@ def pack(
     come). buffer: where to write (uint8, packed_nbytes, aligned to 64 bytes; default: new memory). Runs without the GIL.
     Raises ValueError if sizes do not fit.
     """
-    addresses, owners = _row_addresses(fmt, k, raw)
+    addresses = _row_addresses(fmt, k, raw)
     if row_order is not None:
         addresses = addresses[row_order]
     if addresses.size != n:
         raise ValueError(f"the weight has {addresses.size} rows, expected {n}")
     table = np.zeros(-(-n // PANEL) * PANEL, np.int64)
     table[:n] = addresses
-    packed = PackedWeight(_pack_rows(fmt, k, table, buffer), fmt, n, k)
-    del owners
-    return packed
+    return PackedWeight(_pack_rows(fmt, k, table, buffer), fmt, n, k)
 
 
 def pack_gate_up(fmt: WeightFormat, n: int, k: int, gate: Raw, up: Raw, *, buffer: Buffer | None = None) -> PackedWeight:
@@ -102,7 +100,7 @@ def pack_gate_up(fmt: WeightFormat, n: int, k: int, gate: Raw, up: Raw, *, buffe
     panels = -(-n // LANES)
     table = np.zeros((panels, 2, LANES), np.int64)
     for half, raw in enumerate((gate, up)):
-        addresses, _ = _row_addresses(fmt, k, raw)
+        addresses = _row_addresses(fmt, k, raw)
         if addresses.size != n:
             raise ValueError(f"the {('gate', 'up')[half]} weight has {addresses.size} rows, expected {n}")
         padded = np.zeros(panels * LANES, np.int64)
@@ -131,16 +129,16 @@ def unpack_reference(packed: PackedWeight) -> npt.NDArray[np.float32]:
     return dequantize_rows(packed, np.arange(packed.n * (1 + packed.gate_up)))
 
 
-def _row_addresses(fmt: WeightFormat, k: int, raw: Raw | Sequence[Raw]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]]:
+def _row_addresses(fmt: WeightFormat, k: int, raw: Raw | Sequence[Raw]) -> npt.NDArray[np.int64]:
+    """The address of every row; good for as long as the caller holds `raw`."""
     sources = [raw] if isinstance(raw, np.ndarray | memoryview | bytes) else list(raw)
-    views = [_bytes_of(source) for source in sources]
     stride = row_nbytes(fmt, k)
     tables = []
-    for view in views:
+    for view in map(_bytes_of, sources):
         if view.size % stride:
             raise ValueError(f"a {fmt} weight has {view.size} bytes, expected a multiple of {stride}, the size of a row of {k} inputs")
         tables.append(view.ctypes.data + stride * np.arange(view.size // stride, dtype=np.int64))
-    return np.concatenate(tables), views
+    return np.concatenate(tables)
 
 
 def _bytes_of(source: Raw) -> npt.NDArray[np.uint8]:
