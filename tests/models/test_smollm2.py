@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_driver import ModelDriver
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 
 from interlock.models.checkpoints import open_checkpoint, resolve_model
 from interlock.models.registry import LoadedModel, load_model
@@ -34,20 +35,20 @@ def driver(loaded: LoadedModel) -> Iterator[ModelDriver]:
 @pytest.fixture(scope="module")
 def transformers_model(loaded: LoadedModel) -> LlamaForCausalLM:
     config = loaded.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=True,
-        )
+    transformers_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
     )
+    with no_init_weights():
+        model = LlamaForCausalLM(transformers_config)
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(resolve_model("smollm2")).tensors}
     state = {}
     for name, info in open_checkpoint("smollm2").tensors.items():
