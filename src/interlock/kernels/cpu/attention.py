@@ -13,8 +13,8 @@ import numpy as np
 from numba import njit
 
 from interlock.core.buffer import ITEM_SIZES, DType
-from interlock.kernels.cpu.attention_layout import QUERY_ROWS, SPLIT, TILE, padded, state_bytes
-from interlock.kernels.cpu.attention_state import make_finish, make_merge, make_reset, make_update
+from interlock.kernels.cpu.attention_layout import QUERY_ROWS, ROW_BLOCK, SPLIT, TILE, padded, state_bytes
+from interlock.kernels.cpu.attention_state import make_finish, make_merge, make_reset, make_update, make_update_few
 from interlock.kernels.cpu.attention_tiles import make_key_tile, make_value_tile
 from interlock.kernels.cpu.simd import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64, vload, vstore
 from interlock.kernels.cpu.sync import report_error
@@ -87,52 +87,84 @@ def attention_merge(head_dim: int) -> Callable[..., None]:
 
 
 def _make_run_decode(kv_dtype: DType, head_dim: int) -> Any:
-    """`run_decode(args, slot, scratch, request, kv_head, split)`: one split of the only query row of a request, for the heads of one kv head."""
-    attend = _make_attend_few(kv_dtype, head_dim)
-    attend_many = _make_attend_many(kv_dtype, head_dim)
+    """`run_decode(args, slot, scratch, request, kv_head, split)`: one split of the only query row of a request, for the heads of one kv
+    head; False if a block is outside of the pool."""
+    key_tile = make_key_tile(kv_dtype, head_dim)
+    locate = _make_locate(kv_dtype, head_dim)
+    take_tile = _make_take_tile(kv_dtype, head_dim)
     finish = make_finish(head_dim)
     reset = make_reset(head_dim)
-    STATE = state_bytes(head_dim)
+    KEY = head_dim * ITEM_SIZES[kv_dtype]
     ROW = 4 * head_dim
+    STATE = state_bytes(head_dim)
 
     @njit(error_model="numpy")
     def run_decode(args, slot, scratch, request, kv_head, split):
         num_heads = load_i64(args + 24)
         num_kv_heads = load_i64(args + 32)
-        max_splits = load_i64(args + 80)
         group = num_heads // num_kv_heads
         row, _, length = _request(slot, request)
-        source = load_i64(args) + row * (num_heads + 2 * num_kv_heads) * ROW + kv_head * group * ROW
-        rows = group if group <= 4 else _up_to_fours(group)
-        limits = scratch
-        q = _aligned(limits + 8 * rows)
-        states = _aligned(q + rows * ROW)
-        tiles = states + rows * STATE
-        for i in range(rows):
+        q = load_i64(args) + row * (num_heads + 2 * num_kv_heads) * ROW + kv_head * group * ROW
+        offset = num_kv_heads * load_i64(args + 48) * KEY
+        states = scratch
+        limits = states + group * STATE
+        addresses = _aligned(limits + 8 * group)
+        ahead = addresses + 8 * TILE
+        keys = ahead + 8 * TILE
+        for i in range(group):
             store_i64(limits + 8 * i, length)
-        start = split * SPLIT
-        stop = min(start + SPLIT, length)
-        reset(states, STATE, rows)
-        if group <= 4:
-            complete = attend(args, slot, tiles, request, kv_head, source, limits, states, rows, start, stop)
-        else:
-            _copy(source, q, group * ROW)
-            complete = attend_many(args, slot, tiles, request, kv_head, q, limits, states, rows, start, stop)
+        reset(states, group)
+        stop = min((split + 1) * SPLIT, length)
+        if not locate(args, slot, request, kv_head, split * SPLIT, min(TILE, stop - split * SPLIT), addresses):
+            return False
+        for tile in range(split * SPLIT, stop, TILE):
+            if tile + TILE < stop and not locate(args, slot, request, kv_head, tile + TILE, min(TILE, stop - tile - TILE), ahead):
+                return False
+            key_tile(addresses, keys, min(TILE, stop - tile))
+            take_tile(args, q, keys, addresses, offset, ahead, limits, tile, states, group)
+            addresses, ahead = ahead, addresses
         for i in range(group):
             if length <= SPLIT:
                 finish(states + i * STATE, load_i64(args + 16) + (row * num_heads + kv_head * group + i) * ROW)
             else:
-                partial = (request * num_heads + kv_head * group + i) * max_splits + split
+                partial = (request * num_heads + kv_head * group + i) * load_i64(args + 80) + split
                 _copy(states + i * STATE, load_i64(args + 72) + partial * STATE, STATE)
-        return complete
+        return True
 
     return run_decode
 
 
+def _make_take_tile(kv_dtype: DType, head_dim: int) -> Any:
+    """`take_tile(args, q, keys, addresses, offset, ahead, limits, tile, states, rows)`: take one tile into the states of decode rows, a row
+    block at a time."""
+    update_1, update_2, update_3, update_4 = (make_update_few(rows, head_dim, kv_dtype) for rows in (1, 2, 3, 4))
+    STATE = state_bytes(head_dim)
+    WEIGHTS = 4 * TILE * head_dim
+
+    @njit(error_model="numpy")
+    def take_tile(args, q, keys, addresses, offset, ahead, limits, tile, states, rows):
+        scale = np.float32(load_f64(args + 64))
+        weights = keys + WEIGHTS
+        for row in range(0, rows, 4):
+            left = rows - row
+            if left == 1:
+                update_1(q, keys, addresses, offset, ahead, weights, limits, tile, states, scale)
+            elif left == 2:
+                update_2(q, keys, addresses, offset, ahead, weights, limits, tile, states, scale)
+            elif left == 3:
+                update_3(q, keys, addresses, offset, ahead, weights, limits, tile, states, scale)
+            else:
+                update_4(q, keys, addresses, offset, ahead, weights, limits, tile, states, scale)
+            q += 4 * 4 * head_dim
+            states += 4 * STATE
+
+    return take_tile
+
+
 def _make_run_queries(kv_dtype: DType, head_dim: int) -> Any:
     """`run_queries(args, slot, scratch, request, kv_head, first, count)`: all splits of `count` query tokens from the request's
-    query token `first`, for the heads of one kv head."""
-    attend = _make_attend_many(kv_dtype, head_dim)
+    query token `first`, for the heads of one kv head; False if a block is outside of the pool."""
+    attend = _make_attend(kv_dtype, head_dim)
     finish = make_finish(head_dim)
     merge = make_merge(head_dim)
     reset = make_reset(head_dim)
@@ -145,12 +177,12 @@ def _make_run_queries(kv_dtype: DType, head_dim: int) -> Any:
         num_kv_heads = load_i64(args + 32)
         group = num_heads // num_kv_heads
         row, queries, length = _request(slot, request)
-        rows = _up_to_fours(count * group)
-        limits = scratch
-        q = _aligned(limits + 8 * rows)
-        totals = _aligned(q + rows * ROW)
+        rows = (count * group + ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK  # those beyond the last hold anything, and are dropped
+        totals = scratch
         states = totals + rows * STATE
-        tiles = states + rows * STATE
+        limits = states + rows * STATE
+        q = _aligned(limits + 8 * rows)
+        tiles = _aligned(q + rows * ROW)
         token_bytes = (num_heads + 2 * num_kv_heads) * ROW
         source = load_i64(args) + (row + first) * token_bytes + kv_head * group * ROW
         for token in range(count):
@@ -160,7 +192,7 @@ def _make_run_queries(kv_dtype: DType, head_dim: int) -> Any:
         stop = length - queries + first + count
         for start in range(0, stop, SPLIT):
             target = totals if start == 0 else states
-            reset(target, STATE, rows)
+            reset(target, rows)
             if not attend(args, slot, tiles, request, kv_head, q, limits, target, rows, start, min(start + SPLIT, stop)):
                 return False
             if start > 0:
@@ -176,40 +208,8 @@ def _make_run_queries(kv_dtype: DType, head_dim: int) -> Any:
     return run_queries
 
 
-def _make_attend_few(kv_dtype: DType, head_dim: int) -> Any:
-    """`attend(...)` as `_make_attend_many` makes it, for 1 to 4 rows: values are read where they are, since each is used once."""
-    key_tile = make_key_tile(kv_dtype, head_dim)
-    locate = _make_locate(kv_dtype, head_dim)
-    update_1, update_2, update_3, update_4 = (make_update(rows, head_dim, kv_dtype) for rows in (1, 2, 3, 4))
-    KEY = head_dim * ITEM_SIZES[kv_dtype]
-    STATE = state_bytes(head_dim)
-    KEYS = 8 * TILE
-    WEIGHTS = KEYS + 4 * TILE * head_dim
-
-    @njit(error_model="numpy")
-    def attend(args, slot, tiles, request, kv_head, q, limits, states, rows, start, stop):
-        scale = np.float32(load_f64(args + 64))
-        offset = load_i64(args + 32) * load_i64(args + 48) * KEY
-        for tile in range(start, stop, TILE):
-            count = min(TILE, stop - tile)
-            if not locate(args, slot, request, kv_head, tile, count, tiles):
-                return False
-            key_tile(tiles, tiles + KEYS, count)
-            if rows == 1:
-                update_1(q, tiles + KEYS, tiles, offset, tiles + WEIGHTS, limits, tile, states, STATE, scale)
-            elif rows == 2:
-                update_2(q, tiles + KEYS, tiles, offset, tiles + WEIGHTS, limits, tile, states, STATE, scale)
-            elif rows == 3:
-                update_3(q, tiles + KEYS, tiles, offset, tiles + WEIGHTS, limits, tile, states, STATE, scale)
-            else:
-                update_4(q, tiles + KEYS, tiles, offset, tiles + WEIGHTS, limits, tile, states, STATE, scale)
-        return True
-
-    return attend
-
-
-def _make_attend_many(kv_dtype: DType, head_dim: int) -> Any:
-    """`attend(...)`: take the keys [start, stop) of one kv head into the states of `rows` query rows, a multiple of 4; False if a
+def _make_attend(kv_dtype: DType, head_dim: int) -> Any:
+    """`attend(...)`: take the keys [start, stop) of one kv head into the states of `rows` query rows, whole row blocks; False if a
     block is outside of the pool.
 
     q: float32 [rows, head_dim]; limits: int64 [rows], ascending: row i attends to positions below limits[i].
@@ -217,7 +217,7 @@ def _make_attend_many(kv_dtype: DType, head_dim: int) -> Any:
     key_tile = make_key_tile(kv_dtype, head_dim)
     value_tile = make_value_tile(kv_dtype, head_dim)
     locate = _make_locate(kv_dtype, head_dim)
-    update = make_update(4, head_dim, None)
+    update = make_update(head_dim)
     KEY = head_dim * ITEM_SIZES[kv_dtype]
     STATE = state_bytes(head_dim)
     KEYS = 8 * TILE
@@ -234,9 +234,9 @@ def _make_attend_many(kv_dtype: DType, head_dim: int) -> Any:
                 return False
             key_tile(tiles, tiles + KEYS, count)
             value_tile(tiles, offset, tiles + VALUES, count)
-            for row in range(0, rows, 4):
+            for row in range(0, rows, ROW_BLOCK):
                 row_q = q + row * 4 * head_dim
-                update(row_q, tiles + KEYS, tiles + VALUES, 0, tiles + WEIGHTS, limits + 8 * row, tile, states + row * STATE, STATE, scale)
+                update(row_q, tiles + KEYS, tiles + VALUES, tiles + WEIGHTS, limits + 8 * row, tile, states + row * STATE, scale)
         return True
 
     return attend
@@ -281,11 +281,6 @@ def _request(slot, request):
     starts = load_i64(slot + 8 * QUERY_START_LOC) + 4 * request
     row = np.int64(load_i32(starts))
     return row, np.int64(load_i32(starts + 4)) - row, np.int64(load_i32(load_i64(slot + 8 * SEQ_LENS) + 4 * request))
-
-
-@njit(error_model="numpy")
-def _up_to_fours(rows):
-    return (rows + 3) // 4 * 4
 
 
 @njit(error_model="numpy")

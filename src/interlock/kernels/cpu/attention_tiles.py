@@ -7,14 +7,13 @@ is one FMA chain over ascending dimensions from 0, each output one FMA chain ove
 
 from typing import Any, Final
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from interlock.core.buffer import ITEM_SIZES, DType
-from interlock.kernels.cpu.attention_layout import STATE_FACTOR, STATE_HEADER, TILE, padded
-from interlock.kernels.cpu.emit import at, integer, loop
+from interlock.core.buffer import ALIGNMENT, ITEM_SIZES, DType
+from interlock.kernels.cpu.attention_layout import STATE_HEADER, TILE, padded, state_bytes
+from interlock.kernels.cpu.emit import at, integer, loop, target_features
 from interlock.kernels.cpu.rounding import stored_type, widen_value
 from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
 
@@ -23,7 +22,7 @@ _VECTORS = TILE // LANES
 _f32 = ir.FloatType()
 _i16, _i32, _i64 = (ir.IntType(n) for n in (16, 32, 64))
 _v_f32, _v_i32, _v_i16 = (ir.VectorType(t, LANES) for t in (_f32, _i32, _i16))
-_HAS_WIDE_REGISTERS: Final = bool(llvm.get_host_cpu_features().get("avx512f"))
+_HAS_WIDE_REGISTERS: Final = "avx512f" in target_features()
 _ZERO = ir.Constant(_v_f32, [0.0] * LANES)
 
 
@@ -154,20 +153,21 @@ def make_scores(rows: int, head_dim: int) -> Any:
 
 
 def make_weighted_sum(rows: int, head_dim: int, dtype: DType | None) -> Any:
-    """The intrinsic `weighted_sum(weights, values, offset, states, stride, count)`, for `rows` rows of state (attention_state), `stride` bytes apart:
-    sums[r] = sums[r] * factor[r] + the sum over i < count of weights[r][i] * values[i].
+    """The intrinsic `weighted_sum(weights, factors, values, offset, ahead, states, count)`, for `rows` consecutive states:
+    sums[r] = sums[r] * factors[r] + the sum over i < count of weights[r][i] * values[i].
 
-    values: a value tile; or, with a dtype, the addresses of which `offset` makes those of values in the pool, read in place.
+    values: a value tile. With a dtype it is the addresses of keys instead, and each value is read in place, `offset` bytes behind its key,
+    while the keys at the addresses `ahead`, and their values, are fetched into the cache.
     """
     vectors = padded(head_dim) // LANES
 
     @intrinsic
-    def weighted_sum(typingctx: Any, weights: Any, values: Any, offset: Any, states: Any, stride: Any, count: Any) -> Any:
+    def weighted_sum(typingctx: Any, weights: Any, factors: Any, values: Any, offset: Any, ahead: Any, states: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, values, offset, states, stride, count = args
+            weights, factors, values, offset, ahead, states, count = args
 
             def sums_of(r: int, v: int) -> Any:
-                return at(builder, states, (stride, r), (integer(v), 4 * LANES), (integer(1), STATE_HEADER))
+                return builder.add(states, integer(r * state_bytes(head_dim) + STATE_HEADER + 4 * LANES * v))
 
             def value_row(index: Any, group: range) -> list[Any]:
                 if dtype is None:
@@ -179,11 +179,13 @@ def make_weighted_sum(rows: int, head_dim: int, dtype: DType | None) -> Any:
             for group in _register_groups(rows, vectors):
                 start = []
                 for r in range(rows):
-                    factor = _splat_load(builder, at(builder, states, (stride, r), (integer(1), STATE_FACTOR)))
+                    factor = _splat_load(builder, at(builder, factors, (integer(r), 4)))
                     start += [builder.fmul(_load(builder, sums_of(r, v)), factor) for v in group]
 
                 def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
                     row = value_row(index, group)
+                    if dtype is not None and group.start == 0:
+                        _prefetch_pair(builder, at(builder, ahead, (index, 8)), offset, head_dim * ITEM_SIZES[dtype])
                     for r in range(rows):
                         weight = _splat_load(builder, at(builder, weights, (integer(r), 4 * TILE), (index, 4)))
                         for j, value in enumerate(row):
@@ -196,7 +198,7 @@ def make_weighted_sum(rows: int, head_dim: int, dtype: DType | None) -> Any:
                         builder.store(sums[r * len(group) + j], pointer(builder, sums_of(r, v), _v_f32), align=64)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 7), generate
 
     return weighted_sum
 
@@ -271,6 +273,16 @@ def _register_groups(rows: int, vectors: int) -> list[range]:
     """How many of `vectors` columns of vectors `rows` rows accumulate at a time; only speed depends on it."""
     width = 4 if _HAS_WIDE_REGISTERS else 1 if rows > 2 else 2
     return [range(first, min(first + width, vectors)) for first in range(0, vectors, width)]
+
+
+def _prefetch_pair(builder: Any, address: Any, offset: Any, nbytes: int) -> None:
+    """Begin to fetch the key whose address lies at `address`, and its value."""
+    key = builder.load(pointer(builder, address, _i64), align=8)
+    prefetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [ir.IntType(8).as_pointer(), _i32, _i32, _i32])
+    for row in (key, builder.add(key, offset)):
+        for line in range(0, nbytes, ALIGNMENT):
+            where = pointer(builder, builder.add(row, integer(line)), ir.IntType(8))
+            builder.call(prefetch, [where, *(ir.Constant(_i32, value) for value in (0, 3, 1))])
 
 
 def _splat_load(builder: Any, address: Any) -> Any:

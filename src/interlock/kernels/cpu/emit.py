@@ -3,9 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
+from numba.core import config
 
 _i64 = ir.IntType(64)
+
+
+def target_features() -> set[str]:
+    """Names of the features of the CPU that Numba compiles for: this one, unless it was told otherwise."""
+    described = config.CPU_FEATURES or llvm.get_host_cpu_features().flatten()
+    return {feature[1:] for feature in described.split(",") if feature.startswith("+")}
 
 
 def integer(value: int) -> Any:
