@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 import pytest
+import shelf_connector
 
 from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
@@ -80,3 +81,56 @@ def test_companions_chunks_cache_hits_and_preemptions_change_no_bit(
         assert (metrics["num_preemptions"] > 0) == (num_blocks == 18)
         assert (metrics["num_cached_tokens"] > 0) == enable_prefix_caching
         assert llm.audit().all_free
+
+
+@pytest.fixture(scope="module")
+def shelf(model, prompts):
+    """The KV of all prompts, as another engine computed it."""
+    shelf = shelf_connector.Shelf()
+    with open_with_shelf(model, shelf, cudagraph_mode="FULL") as llm:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
+        drain(llm)
+    return shelf
+
+
+def open_with_shelf(model, shelf, policy="recompute", **options):
+    shelf_connector.SHELF.append(shelf)
+    transfer = {"kv_connector": "shelf_connector:ShelfConnector", "kv_load_failure_policy": policy}
+    return LLM(model, kv_transfer_config=transfer, **{**OPTIONS, "kv_cache_memory_bytes": 200 * BLOCK_BYTES, **options})
+
+
+def drain(llm):
+    """Let every save and load end."""
+    for _ in range(20):
+        if llm.core.has_work:
+            llm.core.step()
+    assert not llm.core.has_work
+    assert llm.audit().all_free
+
+
+@pytest.mark.parametrize("cudagraph_mode", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("fail_from", [[], [0] * 4, [1, None, 0, 2, None, 1]], ids=["landing", "rejected", "mixed"])
+@pytest.mark.parametrize("num_blocks", [200, 18])
+def test_b05_loaded_or_recomputed_after_a_failed_load_changes_no_bit(model, prompts, alone, shelf, cudagraph_mode, is_async, fail_from, num_blocks):
+    mine = shelf_connector.Shelf(dict(shelf.entries), list(fail_from), is_async)
+    options = {"cudagraph_mode": cudagraph_mode, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    with open_with_shelf(model, mine, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **options) as llm:
+        outputs = llm.generate(prompts, [params_of(number) for number in range(len(prompts))])
+        assert [bits(output) for output in outputs] == alone
+        assert mine.num_loads > 4
+        assert (mine.num_failures > 0) == any(index is not None for index in fail_from)
+        assert llm.metrics()["num_failed_loads"] == mine.num_failures
+        drain(llm)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_b06_policy_fail_answers_with_an_error_and_no_token_and_harms_nobody_else(model, prompts, alone, shelf, is_async):
+    mine = shelf_connector.Shelf(dict(shelf.entries), [None, 0], is_async)
+    with open_with_shelf(model, mine, policy="fail", cudagraph_mode="FULL", max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(prompts[2:5], [params_of(number) for number in (0, 3, 4)])
+        failed = [output for output in outputs if output.error is not None]
+        assert len(failed) == 1
+        assert "kv_load_failure_policy is 'fail'" in failed[0].error
+        assert [(sample.finish_reason, sample.token_ids, sample.text) for sample in failed[0].outputs] == [("error", [], "")]
+        drain(llm)

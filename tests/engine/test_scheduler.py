@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from engine_fakes import VOCAB, Harness, run_alone
 
@@ -199,6 +201,21 @@ def test_a_failed_step_ends_its_requests_with_the_error_and_no_other():
     assert all("NaN" in request.error for request in ended)
     h.drain()
     assert h.output_of("c") == run_alone(range(6), 5)
+    h.assert_drained()
+
+
+def test_a_request_whose_own_logits_are_bad_ends_alone_and_publishes_nothing():
+    h = Harness()
+    for name, prompt in (("a", [1] * 9), ("b", [2] * 9)):
+        h.add(name, prompt)
+    output = h.scheduler.schedule()
+    result = h.runner.execute_model(output)
+    h.take(output, dataclasses.replace(result, failed_requests={"a": "the logits hold NaN"}))
+    assert (h.done["a"].finish_reason, h.done["a"].error) == ("error", "the logits hold NaN")
+    assert h.output_of("a") == []
+    assert h.pool.audit().cached == 0
+    h.drain()
+    assert h.output_of("b") == run_alone([2] * 9, 4)
     h.assert_drained()
 
 

@@ -103,10 +103,14 @@ class KVConnectorOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The answer to one SchedulerOutput. A request appears in `sampled_token_ids` only if its last known token was computed."""
+    """The answer to one SchedulerOutput. A request appears in `sampled_token_ids` only if its last known token was computed.
+
+    `failed_requests`: requests whose own result cannot be used (their logits hold NaN), with the cause; the others of the step are good.
+    """
 
     step: int
     sampled_token_ids: Mapping[str, int] = field(default_factory=dict)
     logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    failed_requests: Mapping[str, str] = field(default_factory=dict)

@@ -174,6 +174,10 @@ class Scheduler:
         request.num_computed_tokens += output.num_scheduled_tokens[request.request_id]
         if request.load_state is LoadState.LOADING:
             request.load_state = LoadState.SETTLED
+        fault = result.failed_requests.get(request.request_id)
+        if fault is not None:
+            self._queues.end(request, RequestStatus.FINISHED_ERROR, fault)
+            return False
         self.blocks.publish(request)
         token_id = result.sampled_token_ids.get(request.request_id)
         assert (token_id is None) == (request.num_computed_tokens < request.num_tokens), f"the runner sampled {token_id} for {request.request_id}"
