@@ -11,8 +11,7 @@ import numpy.typing as npt
 from interlock.core.buffer import Buffer
 from interlock.core.config import WeightDType
 from interlock.core.errors import CheckpointError
-from interlock.kernels.catalog import WeightFormat
-from interlock.kernels.formats import ELEMENT_BYTES, PackedWeight, pack, pack_gate_up
+from interlock.kernels.formats import ELEMENT_BYTES, PackedWeight, WeightFormat, pack, pack_gate_up
 from interlock.models.checkpoints import Checkpoint, TensorInfo
 from interlock.models.layers import Embedding, GateUp, Linear, RMSNorm
 

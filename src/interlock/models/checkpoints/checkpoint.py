@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from interlock.core.errors import CheckpointError
-from interlock.kernels.catalog import WeightFormat
-from interlock.kernels.formats import ELEMENT_BYTES, row_nbytes
+from interlock.kernels.formats import ELEMENT_BYTES, WeightFormat, row_nbytes
 from interlock.models.config import ModelConfig
 from interlock.models.tokenizer import Tokenizer
 

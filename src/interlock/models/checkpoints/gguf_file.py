@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from interlock.core.errors import CheckpointError
-from interlock.kernels.catalog import WeightFormat
+from interlock.kernels.formats import WeightFormat
 from interlock.models.checkpoints.checkpoint import MappedFile, TensorInfo, raise_faults, tensor_bytes
 
 MAGIC: Final = b"GGUF"

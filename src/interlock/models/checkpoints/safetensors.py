@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.core.errors import CheckpointError
-from interlock.kernels.catalog import WeightFormat
+from interlock.kernels.formats import WeightFormat
 from interlock.models.checkpoints.checkpoint import Checkpoint, MappedFile, TensorInfo, raise_faults, tensor_bytes
 from interlock.models.checkpoints.hf_config import read_model_config
 from interlock.models.hf_tokenizer import load_hf_tokenizer
