@@ -247,12 +247,14 @@ class Ledger:
         with self._condition:
             record = self._step(step)
             record.awaited.append(layers)
-            while record.is_open(layers):
-                if self.clock.now() >= record.deadline:
-                    self._expire(record, record.timeout_cause)
-                    break
-                self.clock.wait_until(self._condition, record.deadline)
-            record.awaited.remove(layers)
+            try:
+                while record.is_open(layers):
+                    if self.clock.now() >= record.deadline:
+                        self._expire(record, record.timeout_cause)
+                        break
+                    self.clock.wait_until(self._condition, record.deadline)
+            finally:
+                record.awaited.remove(layers)
             return all(piece.complete for layer in layers for piece in record.by_layer[layer])
 
     def _expire(self, record: "_Step", cause: str) -> None:
