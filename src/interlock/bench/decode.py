@@ -7,7 +7,7 @@ from interlock.bench.session import Session, decode_seconds, generate
 # name, sequences in the batch, prompt tokens, tokens to generate, promised ratio
 _CASES = (
     ("decode, batch 1", 1, 16, 128, 1.3),
-    ("decode, batch 1, 1,000 tokens of context", 1, 1000, 64, 1.5),
+    ("decode, batch 1, 1,000 of context", 1, 1000, 64, 1.5),
     ("decode, batch 8", 8, 16, 64, None),
 )
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -30,22 +31,18 @@ def write_json(path: Path, figures: Iterable[Figure], threads: int, rounds: int)
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def print_table(console: Console, figures: Sequence[Figure]) -> None:
-    """Print one row per figure: ours, the peer's, the ratio, and the promise with whether it is kept."""
-    table = Table(title="medians; ratio = ours / peer", title_justify="left")
-    for heading, justify in (("figure", "left"), ("unit", "left"), ("ours", "right"), ("peer", "right"), ("ratio", "right"), ("promise", "left")):
-        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=heading != "promise")
+def print_table(console: Console, figures: Sequence[Figure], peer: str) -> None:
+    """Print one row per figure: ours, the peer's, the ratio, and the promise with whether it is kept. `peer` says who the peer is."""
+    table = Table(title=f"Medians; ratio = ours / peer; peer: {peer}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("figure")
+    for heading in ("ours", "peer", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("promise", no_wrap=True)
     for figure in figures:
-        table.add_row(
-            figure.name,
-            figure.unit,
-            _number(figure.value),
-            f"{_number(figure.peer_value)} ({figure.peer})" if figure.peer_value is not None else "",
-            _number(figure.ratio) if figure.ratio is not None else "",
-            _promise(figure),
-        )
+        ratio = _number(figure.ratio) if figure.ratio is not None else ""
+        table.add_row(f"{figure.name} ({figure.unit})", _number(figure.value), _number(figure.peer_value), ratio, _promise(figure))
         for note, value in figure.notes.items():
-            table.add_row(f"  {note}", "", value if isinstance(value, str) else _number(value), "", "", "", style="dim")
+            table.add_row(f"  {note}", value if isinstance(value, str) else _number(value), style="dim")
     console.print(table)
 
 
@@ -69,7 +66,7 @@ def _promise(figure: Figure) -> str:
     if figure.bound is None:
         return ""
     kept = {True: "[green]kept[/]", False: "[red]not kept[/]", None: "[yellow]no peer[/]"}[figure.met]
-    return f"{figure.sense} {figure.bound:g}: {kept}"
+    return f"{'>=' if figure.sense == 'at least' else '<='} {figure.bound:g} {kept}"
 
 
 def _number(value: float | None) -> str:

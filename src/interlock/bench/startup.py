@@ -28,7 +28,7 @@ def run(session: Session) -> list[Figure]:
     session.say("first token of `interlock generate`, warm kernel cache")
     figures = [
         compare("first token of the command, warm", "s", alternate(session.rounds, {OURS: warm}), bound=_WARM_SECONDS, sense="at most"),
-        compare("peak resident memory less the KV pool", "MB", {OURS: tuple(resident)}, bound=_RESIDENT_MB, sense="at most"),
+        compare("peak memory less the KV pool", "MB", {OURS: tuple(resident)}, bound=_RESIDENT_MB, sense="at most"),
     ]
     session.say("first token of `interlock generate`, empty kernel cache")
     with tempfile.TemporaryDirectory() as directory:

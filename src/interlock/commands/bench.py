@@ -44,6 +44,6 @@ def bench(
         if opponent is not None:
             opponent.close()
         if figures:
-            print_table(Console(), figures)
+            print_table(Console(), figures, f"{opponent.name} ({opponent.version})" if opponent else "none")
             if json is not None:
                 write_json(json, figures, threads, rounds)

@@ -25,7 +25,7 @@ class StartDisplay:
         )
         self._progress = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
-        self._stages: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -45,15 +45,16 @@ class StartDisplay:
     def update(self, name: str, stage: str, done: int = 0, total: int = 0) -> None:
         """Show that `name` is at `stage`, `done` of `total`."""
         if self._progress.disable:
-            if self._stages.get(name) != stage:
-                self._console.print(f"{name}: {stage}", markup=False, highlight=False)
+            kind = stage.split(" ", 1)[0]  # 'compiling' is one line, however many kernels there are
+            if self._kinds.get(name) != kind:
+                self._console.print(f"{name}: {stage}" + (f" ({done} of {total})" if total else ""), markup=False, highlight=False)
+            self._kinds[name] = kind
         else:
             fields: dict[str, Any] = {"description": f"{name}: {stage}", "completed": done, "total": total or None}
             count = f"{done}/{total}" if total else ""
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(fields.pop("description"), **{"total": fields["total"], "count": count})
             self._progress.update(self._tasks[name], count=count, **fields)
-        self._stages[name] = stage
 
     def finish(self, name: str) -> None:
         """`name` has started: its line goes."""

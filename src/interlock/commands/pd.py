@@ -12,8 +12,9 @@ from rich.table import Table
 
 from interlock.commands.console import StartDisplay
 from interlock.commands.options import EngineOptions, SamplingOptions, with_engine_options, with_sampling_options
-from interlock.commands.prompts import DEFAULT_PROMPTS, read_prompts
+from interlock.commands.prompts import DEFAULT_PROMPTS, Prompt, read_prompts
 from interlock.core.config import KVTransferConfig
+from interlock.core.errors import RequestError
 from interlock.pd.messages import Finished
 from interlock.pd.pair import HandOff, PairRequest, PrefillDecodePair, run_single
 from interlock.pd.process import EngineProcessError
@@ -30,8 +31,9 @@ def pd(
     chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Whether text goes through the chat template; yes if the model has one.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Whether to compare with a single process, bit for bit.")] = True,
     kv_load_failure_policy: Annotated[
-        str, typer.Option("--kv-load-failure-policy", help="When KV does not land: 'recompute' on decode, or 'fail' the request.")
-    ] = "recompute",
+        str | None,
+        typer.Option("--kv-load-failure-policy", help="When KV does not land: 'recompute' on decode (the default), or 'fail' the request."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each request, and nothing else.")] = False,
     *,
     engine: EngineOptions,
@@ -43,17 +45,13 @@ def pd(
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     requests = _requests(read_prompts(prompts, file) or DEFAULT_PROMPTS, sampling, chat)
-    config = engine.config()
-    transfer = config.kv_transfer_config or KVTransferConfig.from_mapping(
-        {"kv_connector": CONNECTOR, "kv_load_failure_policy": kv_load_failure_policy}
-    )
-    connector = {"kv_connector": transfer.kv_connector, "kv_connector_extra_config": dict(transfer.kv_connector_extra_config)}
+    connector = _connector(engine, kv_load_failure_policy)
     options = engine.plain()
     output = Console(highlight=False, soft_wrap=True)
     results: list[HandOff] = []
     try:
         with StartDisplay() as display:
-            pair = PrefillDecodePair(options, connector=connector, failure_policy=kv_load_failure_policy, on_progress=display.update)
+            pair = PrefillDecodePair(options, connector=connector, on_progress=display.update)
         with pair:
             for number, request in enumerate(requests, 1):
                 if not as_json:
@@ -79,10 +77,21 @@ def pd(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _requests(prompts: list[str | list[int]], sampling: SamplingOptions, chat: bool | None) -> list[PairRequest]:
-    sampling.params()  # refused here, before any process starts
+def _requests(prompts: list[Prompt], sampling: SamplingOptions, chat: bool | None) -> list[PairRequest]:
+    params = sampling.params()  # refused here, before any process starts
+    if params.n != 1:
+        raise RequestError(f"n is {params.n}, expected 1: a hand-off serves one output")
     values = {"logprobs": 5, **sampling.plain()}
     return [PairRequest(f"request-{number}", prompt, values, chat) for number, prompt in enumerate(prompts, 1)]
+
+
+def _connector(engine: EngineOptions, failure_policy: str | None) -> dict[str, Any]:
+    """The connector of both processes: what the command line says, checked, or the peer connector."""
+    values = {"kv_load_failure_policy": "recompute", **(engine.plain().get("kv_transfer_config") or {"kv_connector": CONNECTOR})}
+    values.update({} if failure_policy is None else {"kv_load_failure_policy": failure_policy})
+    KVTransferConfig.from_mapping(values)
+    engine.config()
+    return values
 
 
 def _write(text: str) -> None:
@@ -98,7 +107,7 @@ def _end_text(result: HandOff, as_json: bool) -> None:
     if not as_json:
         _write("\n\n")
     for warning in result.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {result.request.request_id}: {warning}", file=sys.stderr)
     if result.error is not None:
         print(f"error: {result.request.request_id}: {result.error}", file=sys.stderr)
 
@@ -108,41 +117,37 @@ def _identical(result: HandOff) -> bool:
 
 
 def _table(results: list[HandOff], verified: bool) -> Table:
-    table = Table(title="hand-off, per request", title_justify="left")
-    columns = [
-        "request",
-        "prompt\ntokens",
-        "KV moved",
-        "steps by mode\non decode",
-        "waited\nfor loads",
-        "first token\nwith hand-off",
-        "recomputed\nthere",
-        "gain",
-    ]
-    for column in [*columns, *(["equal to a\nsingle process"] if verified else [])]:
-        table.add_column(column, justify="left" if column.startswith(("request", "steps", "equal")) else "right")
+    title = "The hand-off, per request, on the decode side; recomputed: first token without it"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    numbers = ("#", "prompt\ntokens", "KV moved\nMB", "waited\nms", "1st token\nms", "recomputed\nms", "gain")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("steps", no_wrap=True)
+    if verified:
+        table.add_column("bits")
     for number, result in enumerate(results, 1):
         if result.decode is None:
-            table.add_row(str(number), "", "", "", "", "failed")
+            table.add_row(str(number), "failed", style="red")
             continue
         done, again = result.decode, result.recompute
         row = [
             str(number),
             str(len(done.prompt_token_ids)),
-            f"{done.kv_bytes_loaded / 1e6:.2f} MB",
-            ", ".join(f"{mode} x {count}" for mode, count in done.modes.items()),
-            f"{done.load_wait_seconds * 1e3:.1f} ms",
-            f"{done.ttft_seconds * 1e3:.1f} ms",
-            f"{again.ttft_seconds * 1e3:.1f} ms" if again else "",
-            f"{again.ttft_seconds / done.ttft_seconds:.1f} x" if again else "",
+            f"{done.kv_bytes_loaded / 1e6:.2f}",
+            f"{done.load_wait_seconds * 1e3:.1f}",
+            f"{done.ttft_seconds * 1e3:.1f}",
+            f"{again.ttft_seconds * 1e3:.1f}" if again else "",
+            f"{again.ttft_seconds / done.ttft_seconds:.3g}x" if again else "",
+            "\n".join(f"{mode} x {count}" for mode, count in done.modes.items()),
         ]
         table.add_row(*row, *([_equality(result)] if verified else []))
     return table
 
 
 def _equality(result: HandOff) -> str:
-    words = {True: "equal", False: "[red]DIFFER[/]", None: "?"}
-    return f"tokens {words[result.same_tokens]}, logprobs {words[result.same_logprobs]}"
+    if _identical(result):
+        return "[green]equal[/]"
+    return ", ".join(f"[red]{what} differ[/]" for what, same in (("tokens", result.same_tokens), ("logprobs", result.same_logprobs)) if not same)
 
 
 def _verdict(results: list[HandOff], verified: bool) -> str:
@@ -181,7 +186,7 @@ def _output(done: Finished) -> dict[str, Any]:
     return {"index": 0, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "logprobs": logprobs}
 
 
-def _shortened(prompt: str | list[int]) -> str:
+def _shortened(prompt: Prompt) -> str:
     if isinstance(prompt, list):
         return f"{len(prompt)} token ids"
     line = " ".join(prompt.split())

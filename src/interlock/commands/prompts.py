@@ -60,13 +60,12 @@ def _json_lines(path: Path, text: str) -> list[Prompt]:
 
 
 def _harbour_log() -> str:
-    """A long prompt (about 1,000 tokens) whose answer lies in its middle."""
+    """A long prompt: about 1,000 tokens."""
     days = [
         f"Day {day}: the {_SHIPS[day * 5 % 7]} brought {day * 37 % 90 + 8} crates of {_GOODS[day * 3 % 10]} and left before the evening tide."
         for day in range(1, 41)
     ]
-    question = "Question: which ship came on day 17, and what did it bring?"
-    return "\n".join(["The log of the harbour master:", *days, question])
+    return "\n".join(["Here is the log of a harbour master.", "", *days, "", "Write a short story about this harbour."])
 
 
 DEFAULT_PROMPTS: list[Prompt] = [

@@ -5,6 +5,7 @@ goes on to decode with them, which reads the KV across and generates. If prefill
 computes the prompt itself, or the request fails.
 """
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -58,10 +59,13 @@ def bit_patterns(finished: Finished) -> list[list[tuple[int, str]]]:
 
 
 class PrefillDecodePair:
-    """The two processes. As a context manager it ends both, in order after success and at once after an error."""
+    """The two processes. As a context manager it ends both, in order after success and at once after an error.
 
-    def __init__(self, engine: Mapping[str, Any], *, connector: Mapping[str, Any], failure_policy: str, on_progress: OnProgress) -> None:
-        self._failure_policy = failure_policy
+    engine: options of both, as plain values. connector: their `kv_transfer_config`; roles and engine ids are set here.
+    """
+
+    def __init__(self, engine: Mapping[str, Any], *, connector: Mapping[str, Any], on_progress: OnProgress) -> None:
+        self._failure_policy = connector.get("kv_load_failure_policy", "fail")
         self._processes: list[EngineProcess] = []
         try:
             self.prefill = self._start("prefill", engine, {**connector, "kv_role": "kv_producer"}, on_progress)
@@ -99,7 +103,7 @@ class PrefillDecodePair:
         result.recompute = self._run(self.decode, message, _ignore, result)
 
     def _start(self, name: str, engine: Mapping[str, Any], connector: Mapping[str, Any], on_progress: OnProgress) -> EngineProcess:
-        transfer = {**connector, "kv_load_failure_policy": self._failure_policy}
+        transfer = {**connector, "engine_id": f"{name}-{uuid.uuid4().hex}"}
         process = EngineProcess(name, {**engine, "kv_transfer_config": transfer})
         self._processes.append(process)
         wait_ready(process, on_progress)

@@ -1,0 +1,53 @@
+"""Commands in processes of their own, and what is needed to watch them come and go."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT = 120.0
+
+
+class Command:
+    """`interlock ARGUMENTS` in a process of its own, whose children are watched."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-P", "-m", "interlock", *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def read_line(self) -> str:
+        """The next line of standard output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def children(self) -> dict[str, int]:
+        """The engine processes that are there now, by name."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and _parent(entry) == self.process.pid:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                found[words[words.index("interlock.pd.worker") + 1]] = int(entry.name)
+        return found
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end: exit status, standard output, standard error."""
+        out, err = self.process.communicate(timeout=TIMEOUT)
+        return self.process.returncode, out, err
+
+
+def wait_until_gone(pidfds: list[int]) -> bool:
+    """Whether all processes behind `pidfds` end within the time that a test has."""
+    for pidfd in pidfds:
+        ready, _, _ = select.select([pidfd], [], [], TIMEOUT)
+        os.close(pidfd)
+        if not ready:
+            return False
+    return True
+
+
+def _parent(entry: Path) -> int:
+    try:
+        return int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
