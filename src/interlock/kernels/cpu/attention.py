@@ -20,6 +20,7 @@ from interlock.kernels.cpu.simd import load_f32, load_f64, load_i32, load_i64, s
 from interlock.kernels.cpu.sync import report_error
 from interlock.kernels.slot import BLOCK_TABLE, BLOCK_TABLE_STRIDE, ERROR_BLOCK_TABLE, NUM_REQS, QUERY_START_LOC, SEQ_LENS
 
+_AHEAD = 1
 _TILE_COST = 4  # making a tile costs about as much as this many query rows of it
 
 
@@ -28,41 +29,55 @@ def attention(kv_dtype: DType, head_dim: int) -> Callable[..., None]:
     run_decode = _make_run_decode(kv_dtype, head_dim)
     run_queries = _make_run_queries(kv_dtype, head_dim)
 
-    @njit(error_model="numpy")
-    def run_share(args, slot, scratch, thread_id, num_threads, total):
-        """Walk over all tasks in order; with `total` 0 only sum their costs, otherwise run those whose middle lies in this thread's share."""
+    def kernel(args, slot, thread_id, num_threads):
+        scratch = load_i64(args + 88) + thread_id * load_i64(args + 96)
         num_kv_heads = load_i64(args + 32)
         group = load_i64(args + 24) // num_kv_heads
-        tile_tokens = max(1, QUERY_ROWS // group)
+        tokens = max(1, QUERY_ROWS // group)
+        total = _total_cost(slot, num_kv_heads, group, tokens)
         done = 0
         for request in range(load_i64(slot + 8 * NUM_REQS)):
             _, queries, length = _request(slot, request)
-            tasks = (length + SPLIT - 1) // SPLIT if queries == 1 else (queries + tile_tokens - 1) // tile_tokens
-            for kv_head in range(num_kv_heads):
-                for task in range(tasks):
-                    first = task * tile_tokens
-                    count = min(tile_tokens, queries - first)
+            for task in range(_num_tasks(queries, length, tokens) * num_kv_heads):
+                kv_head = task % num_kv_heads
+                part = task // num_kv_heads
+                cost = _task_cost(queries, length, group, tokens, part)
+                if (2 * done + cost) * num_threads // (2 * total) == thread_id:
                     if queries == 1:
-                        cost = min(SPLIT, length - task * SPLIT) * (group + _TILE_COST)
+                        complete = run_decode(args, slot, scratch, request, kv_head, part)
                     else:
-                        cost = (length - queries + first + count) * (count * group + _TILE_COST)
-                    if total > 0 and (2 * done + cost) * num_threads // (2 * total) == thread_id:
-                        if queries == 1:
-                            complete = run_decode(args, slot, scratch, request, kv_head, task)
-                        else:
-                            complete = run_queries(args, slot, scratch, request, kv_head, first, count)
-                        if not complete:
-                            report_error(slot, ERROR_BLOCK_TABLE, request)
-                            return done
-                    done += cost
-        return done
-
-    def kernel(args, slot, thread_id, num_threads):
-        scratch = load_i64(args + 88) + thread_id * load_i64(args + 96)
-        total = run_share(args, slot, scratch, thread_id, num_threads, 0)
-        run_share(args, slot, scratch, thread_id, num_threads, total)
+                        complete = run_queries(args, slot, scratch, request, kv_head, part * tokens, min(tokens, queries - part * tokens))
+                    if not complete:
+                        report_error(slot, ERROR_BLOCK_TABLE, request)
+                        return
+                done += cost
 
     return kernel
+
+
+@njit(error_model="numpy")
+def _num_tasks(queries, length, tokens):
+    """Tasks of one kv head: the splits of a decode row, or tiles of `tokens` query tokens."""
+    return (length + SPLIT - 1) // SPLIT if queries == 1 else (queries + tokens - 1) // tokens
+
+
+@njit(error_model="numpy")
+def _task_cost(queries, length, group, tokens, part):
+    """About how long a task takes: key tiles times the query rows that share them, and what it takes to make the tile."""
+    if queries == 1:
+        return min(SPLIT, length - part * SPLIT) * (group + _TILE_COST)
+    stop = min((part + 1) * tokens, queries)
+    return (length - queries + stop) * ((stop - part * tokens) * group + _TILE_COST)
+
+
+@njit(error_model="numpy")
+def _total_cost(slot, num_kv_heads, group, tokens):
+    total = 0
+    for request in range(load_i64(slot + 8 * NUM_REQS)):
+        _, queries, length = _request(slot, request)
+        for part in range(_num_tasks(queries, length, tokens)):
+            total += num_kv_heads * _task_cost(queries, length, group, tokens, part)
+    return total
 
 
 def attention_merge(head_dim: int) -> Callable[..., None]:
@@ -91,6 +106,7 @@ def _make_run_decode(kv_dtype: DType, head_dim: int) -> Any:
     head; False if a block is outside of the pool."""
     key_tile = make_key_tile(kv_dtype, head_dim)
     locate = _make_locate(kv_dtype, head_dim)
+    locate_ahead = _make_locate_ahead(kv_dtype, head_dim)
     take_tile = _make_take_tile(kv_dtype, head_dim)
     finish = make_finish(head_dim)
     reset = make_reset(head_dim)
@@ -115,14 +131,12 @@ def _make_run_decode(kv_dtype: DType, head_dim: int) -> Any:
             store_i64(limits + 8 * i, length)
         reset(states, group)
         stop = min((split + 1) * SPLIT, length)
-        if not locate(args, slot, request, kv_head, split * SPLIT, min(TILE, stop - split * SPLIT), addresses):
-            return False
         for tile in range(split * SPLIT, stop, TILE):
-            if tile + TILE < stop and not locate(args, slot, request, kv_head, tile + TILE, min(TILE, stop - tile - TILE), ahead):
+            if not locate(args, slot, request, kv_head, tile, min(TILE, stop - tile), addresses):
                 return False
+            locate_ahead(args, slot, request, kv_head, split, tile, length, ahead)
             key_tile(addresses, keys, min(TILE, stop - tile))
             take_tile(args, q, keys, addresses, offset, ahead, limits, tile, states, group)
-            addresses, ahead = ahead, addresses
         for i in range(group):
             if length <= SPLIT:
                 finish(states + i * STATE, load_i64(args + 16) + (row * num_heads + kv_head * group + i) * ROW)
@@ -132,6 +146,29 @@ def _make_run_decode(kv_dtype: DType, head_dim: int) -> Any:
         return True
 
     return run_decode
+
+
+def _make_locate_ahead(kv_dtype: DType, head_dim: int) -> Any:
+    """`locate_ahead(args, slot, request, kv_head, split, tile, length, addresses)`: addresses of the keys to fetch while a tile is worked on:
+    of the tile _AHEAD tiles further on, in the order of the tasks of one request. They are not read, so any will do where there is none."""
+    locate = _make_locate(kv_dtype, head_dim)
+
+    @njit(error_model="numpy")
+    def locate_ahead(args, slot, request, kv_head, split, tile, length, addresses):
+        index = (tile - split * SPLIT) // TILE + _AHEAD
+        tiles = (min(SPLIT, length - split * SPLIT) + TILE - 1) // TILE
+        while index >= tiles and split * SPLIT < length:
+            index -= tiles
+            kv_head += 1
+            if kv_head == load_i64(args + 32):
+                kv_head = 0
+                split += 1
+                tiles = (min(SPLIT, length - split * SPLIT) + TILE - 1) // TILE
+        position = split * SPLIT + index * TILE
+        if position < length:
+            locate(args, slot, request, kv_head, position, min(TILE, length - position), addresses)
+
+    return locate_ahead
 
 
 def _make_take_tile(kv_dtype: DType, head_dim: int) -> Any:
