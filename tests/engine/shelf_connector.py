@@ -10,7 +10,7 @@ from interlock.core.buffer import Buffer
 from interlock.core.forward_context import ForwardContext
 from interlock.kv_transfer.connector import KVConnector
 
-POISON = 0x4E80  # bfloat16: a large finite number
+POISON = 0x7FC0  # bfloat16: NaN
 
 
 @dataclass

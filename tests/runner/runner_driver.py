@@ -1,12 +1,13 @@
 """Drives a ModelRunner without an engine: hands it steps, keeps the books that a scheduler would keep, and reads logits as bit patterns."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from interlock.core.sampling_params import SamplingParams
-from interlock.core.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from interlock.core.step import CachedRequestData, LoadPromise, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from interlock.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -21,6 +22,7 @@ class RunnerDriver:
         self.outputs: list[ModelRunnerOutput] = []
         self._next_block = first_block
         self._step = 0
+        self._blocks: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
         self._new: dict[str, NewRequestData] = {}
@@ -33,22 +35,29 @@ class RunnerDriver:
         blocks = list(range(self._next_block, self._next_block + count))
         self._next_block += count
         assert self._next_block <= self.runner.kv_cache_config.num_blocks
+        self._blocks[req_id] = blocks
         self._tokens[req_id] = list(token_ids)
         self._computed[req_id] = computed
         self._new[req_id] = NewRequestData(req_id, list(token_ids), len(token_ids), params, seed, blocks, computed)
+
+    def share_blocks(self, source: str, req_id: str, count: int) -> None:
+        """Let the first `count` blocks of `req_id`, which has not run, be those of `source`."""
+        data = self._new[req_id]
+        self._new[req_id] = dataclasses.replace(data, block_ids=self._blocks[source][:count] + data.block_ids[count:])
 
     def finish(self, req_id: str) -> None:
         """The runner hears of the end with the next step."""
         self._finished.add(req_id)
 
-    def step(self, counts: Mapping[str, int]) -> dict[str, Bits]:
+    def step(self, counts: Mapping[str, int], promises: tuple[LoadPromise, ...] = ()) -> dict[str, Bits]:
         """One step of `counts` tokens per request; the logits of those that sampled, as integers, in a copy."""
         self._step += 1
         new = [self._new.pop(req_id) for req_id in counts if req_id in self._new]
         fresh = {data.req_id for data in new}
         cached = [CachedRequestData(r, [], self._computed[r], len(self._tokens[r])) for r in counts if r not in fresh]
         finished, self._finished = frozenset(self._finished), set()
-        output = self.runner.execute_model(SchedulerOutput(self._step, new, cached, dict(counts), sum(counts.values()), finished))
+        step = SchedulerOutput(self._step, new, cached, dict(counts), sum(counts.values()), finished, load_promises=promises)
+        output = self.runner.execute_model(step)
         for req_id, count in counts.items():
             self._computed[req_id] += count
         for req_id, token in output.sampled_token_ids.items():
@@ -69,6 +78,10 @@ class RunnerDriver:
     def tokens(self, req_id: str) -> list[int]:
         """All tokens of a request."""
         return self._tokens[req_id]
+
+    def blocks(self, req_id: str) -> list[int]:
+        """The blocks of a request."""
+        return self._blocks[req_id]
 
     def pending(self, req_id: str) -> int:
         """Known tokens without KV."""

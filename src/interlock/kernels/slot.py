@@ -34,7 +34,7 @@ OUTPUT_INDEX: Final = 18  # int64 [NUM_LOGITS]: index of the token to draw, per 
 NUM_LOGPROBS: Final = 19  # int32 [NUM_LOGITS]; -1 is none
 
 # Results.
-SAMPLED: Final = 20  # int32 [NUM_LOGITS]
+SAMPLED: Final = 20  # int32 [NUM_LOGITS]; -1 where the row's logits hold NaN
 SAMPLED_LOGPROB: Final = 21  # float32 [NUM_LOGITS]
 SAMPLED_RANK: Final = 22  # int32 [NUM_LOGITS]: 1 is the most likely token
 TOP_TOKENS: Final = 23  # int32 [NUM_LOGITS, MAX_LOGPROBS]
@@ -57,7 +57,6 @@ ERROR_SLOT_MAPPING: Final = 2  # a KV slot outside the pool; row: the token row
 ERROR_BLOCK_TABLE: Final = 3  # a block outside the pool; row: the request row
 ERROR_ABORTED: Final = 4  # the stream was aborted while the step ran
 ERROR_GATE: Final = 5  # a gate was released with its error bit; row: the layer
-ERROR_LOGITS: Final = 6  # logits of a row hold NaN; row: the logits row
 
 ERROR_TEXT: Final = {
     ERROR_TOKEN_ID: "a token id lies outside the embedding table",
@@ -65,5 +64,4 @@ ERROR_TEXT: Final = {
     ERROR_BLOCK_TABLE: "a block of a block table lies outside the pool",
     ERROR_ABORTED: "the stream was aborted",
     ERROR_GATE: "a gate was released with an error",
-    ERROR_LOGITS: "the logits hold NaN",
 }

@@ -3,6 +3,7 @@
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.stream import Stream
+from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.lifecycle import InertKVStepDriver, KVStepDriver
@@ -19,8 +20,10 @@ def supported_mode(config: EngineConfig) -> CUDAGraphMode:
     return CUDAGraphMode.PIECEWISE if needs_piecewise else mode
 
 
-def create_kv_driver(config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCache, stream: Stream) -> KVStepDriver | InertKVStepDriver:
-    """The worker half of the configured connector, with its memory registered; or a driver that does nothing."""
+def create_kv_driver(
+    config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCache, stream: Stream, clock: Clock | None = None
+) -> KVStepDriver | InertKVStepDriver:
+    """The worker half of the configured connector, with its memory registered; or a driver that does nothing. clock: of the deadlines."""
     if config.kv_transfer_config is None:
         return InertKVStepDriver()
     connector = create_connector(config, KVConnectorRole.WORKER, shape)
@@ -31,7 +34,7 @@ def create_kv_driver(config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCac
     mode = supported_mode(config)
     return KVStepDriver(
         connector,
-        Ledger(shape.num_layers, shape.block_size),
+        Ledger(shape.num_layers, shape.block_size, clock),
         shape,
         caches,
         load_timeout=config.kv_load_timeout,

@@ -6,10 +6,12 @@ from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig
 from interlock.core.forward_context import BatchDescriptor, ForwardContext
 from interlock.core.step import ModelRunnerOutput, SchedulerOutput
+from interlock.graphs import NATIVE_FUNCTIONS
 from interlock.graphs.program import Program
 from interlock.graphs.stream import Stream, raise_for_status
 from interlock.graphs.threads import ThreadTeam
 from interlock.kernels import native
+from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.lifecycle import KVStepDriver
 from interlock.models.ops import Ops
 from interlock.models.registry import load_model
@@ -29,11 +31,13 @@ Progress = Callable[[str, int, int], None]
 class ModelRunner:
     """Executes steps. Loads the model, compiles its kernels, allocates the pool and captures all programs when it is made.
 
-    progress(what, done, total): called during the long parts. group: the data-parallel ranks, or None. logits: float32
+    progress(what, done, total): called during the long parts. group: the data-parallel ranks, or None. clock: of load deadlines. logits: float32
     [max_num_seqs, vocab_size], of which the rows of the last step are live.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress | None = None, group: DataParallelGroup | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: Progress | None = None, group: DataParallelGroup | None = None, clock: Clock | None = None
+    ) -> None:
         self.config = config
         loaded = load_model(config.model, config.dtype, progress)
         self.model_config, self.tokenizer = loaded.config, loaded.tokenizer
@@ -48,8 +52,8 @@ class ModelRunner:
         )
         self.logits = workspace.logits
         self._sampler = Sampler(workspace.logits, config.num_threads)
-        kernels = (*loaded.model.kernels(kv_dtype(config)), self._sampler.kernel)
-        native.load([kernel.function for kernel in kernels], progress and (lambda name, done, total: progress(f"compiling {name}", done, total)))
+        functions = [*NATIVE_FUNCTIONS, *(kernel.function for kernel in (*loaded.model.kernels(kv_dtype(config)), self._sampler.kernel))]
+        native.load(functions, progress and (lambda name, done, total: progress(f"compiling {name}", done, total)))
         shape = kv_cache_config(config, loaded.config, kv_identity(config, loaded, rope))
         self.kv_cache = KVCache.allocate(shape, shared=config.kv_transfer_config is not None)
         self._team = ThreadTeam(config.num_threads)
@@ -60,7 +64,7 @@ class ModelRunner:
                 config, shape, self.stream, lambda: loaded.model.forward(probe), self.kv_cache.layers, loaded.config.vocab_size
             )
         self.kv_cache_config = shape
-        self._kv = create_kv_driver(config, shape, self.kv_cache, self.stream)
+        self._kv = create_kv_driver(config, shape, self.kv_cache, self.stream, clock)
         ops = Ops(self.stream, loaded.config, self.kv_cache.layers, workspace, rope, hooks=self._kv)
         self._input_batch = InputBatch(config, shape, self.max_model_len)
         self._graphs = GraphManager(self.stream, lambda: loaded.model.forward(ops))
@@ -86,10 +90,10 @@ class ModelRunner:
             self._sampler.launch(self.stream)
             self.stream.synchronize()
             raise_for_status(batch.slot.status_buffer)
-            sampled = sampled_tokens(batch)
+            sampled, failed = sampled_tokens(batch)
             self._input_batch.append_sampled(sampled)
             connector_output = kv.post_forward(scheduler_output.finished_req_ids)
-        return ModelRunnerOutput(scheduler_output.step, sampled, sampled_logprobs(batch), connector_output, descriptor.cg_mode)
+        return ModelRunnerOutput(scheduler_output.step, sampled, sampled_logprobs(batch), connector_output, descriptor.cg_mode, failed)
 
     def program(self, descriptor: BatchDescriptor) -> Program:
         """The captured program of a descriptor."""

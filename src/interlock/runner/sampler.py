@@ -24,17 +24,23 @@ class Sampler:
         stream.launch(self.kernel, args)
 
 
-def sampled_tokens(batch: PreparedBatch) -> dict[str, int]:
-    """The drawn token of each sampling request, once the step has retired."""
-    return dict(zip(batch.sampling_req_ids, batch.slot.sampled[: len(batch.sampling_req_ids)].tolist(), strict=True))
+def sampled_tokens(batch: PreparedBatch) -> tuple[dict[str, int], dict[str, str]]:
+    """The drawn token of each sampling request, once the step has retired; and the requests whose logits hold NaN, with that cause."""
+    tokens, failed = {}, {}
+    for req_id, token in zip(batch.sampling_req_ids, batch.slot.sampled[: len(batch.sampling_req_ids)].tolist(), strict=True):
+        if token >= 0:
+            tokens[req_id] = token
+        else:
+            failed[req_id] = "the logits hold NaN"
+    return tokens, failed
 
 
 def sampled_logprobs(batch: PreparedBatch) -> dict[str, Logprobs]:
-    """The log-probabilities of the requests that asked for them."""
+    """The log-probabilities of the requests that asked for them and have a token."""
     slot, found = batch.slot, {}
     for row, req_id in enumerate(batch.sampling_req_ids):
         count = int(slot.num_logprobs[row])
-        if count >= 0:
+        if count >= 0 and slot.sampled[row] >= 0:
             tokens = [int(slot.sampled[row]), *slot.top_tokens[row, :count].tolist()]
             values = [float(slot.sampled_logprob[row]), *slot.top_logprobs[row, :count].tolist()]
             found[req_id] = Logprobs(tokens, values, int(slot.sampled_rank[row]))

@@ -28,10 +28,8 @@ from interlock.kernels.cpu.simd import (
     vstore,
     vsub,
 )
-from interlock.kernels.cpu.sync import report_error
 from interlock.kernels.cpu.vector_math import vexp
 from interlock.kernels.slot import (
-    ERROR_LOGITS,
     NUM_LOGITS,
     NUM_LOGPROBS,
     OUTPUT_INDEX,
@@ -65,8 +63,8 @@ def sample() -> Callable[..., None]:
         for row in range(rows * thread_id // num_threads, rows * (thread_id + 1) // num_threads):
             logits = load_i64(args) + 4 * row * size
             best = argmax(logits, size)
-            if best < 0:
-                report_error(slot, ERROR_LOGITS, row)
+            if best < 0:  # a row's NaN is its own affair: the other rows of the step are good
+                store_i32(load_i64(slot + 8 * SAMPLED) + 4 * row, np.int32(-1))
                 continue
             token = best
             if load_f32(load_i64(slot + 8 * TEMPERATURE) + 4 * row) > _ZERO:
