@@ -2,10 +2,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from numba import cfunc, types
 from step_slot import StepSlot, bits, from_kv_dtype, pool_of_nan, run, to_kv_dtype
 
 from interlock.core.buffer import Buffer
 from interlock.kernels import catalog
+from interlock.kernels.cpu.simd import vload, vstore
+from interlock.kernels.cpu.vector_math import vexp, vexp_nonpositive
 from interlock.kernels.slot import ERROR_BLOCK_TABLE
 
 SENTINEL = np.float32(-77.0)
@@ -74,8 +77,8 @@ def attend(batch, *, block_size=16, num_threads=1, seed=0, spoil=None):
     )
     longest = max(stop for _, _, stop in batch)
     stride = catalog.attention_scratch_bytes(num_heads, num_kv_heads, head_dim)
-    scratch = Buffer.zeros((stride * num_threads,), "uint8")
-    partials = Buffer.zeros((catalog.attention_partials_bytes(len(batch), num_heads, head_dim, longest),), "uint8")
+    scratch = Buffer.zeros((stride * num_threads + 64,), "uint8")
+    partials = Buffer.zeros((catalog.attention_partials_bytes(len(batch), num_heads, head_dim, longest) + 64,), "uint8")
     scratch.numpy()[:] = partials.numpy()[:] = 0xFF
     out = np.full((row + 2, num_heads, head_dim), SENTINEL)
     common = {
@@ -102,6 +105,8 @@ def attend(batch, *, block_size=16, num_threads=1, seed=0, spoil=None):
         merge = catalog.attention_merge(head_dim)
         run(merge, merge.pack(**common), slot, num_threads)
     assert (out[row:] == SENTINEL).all()
+    assert (scratch.numpy()[-64:] == 0xFF).all()
+    assert (partials.numpy()[-64:] == 0xFF).all()
     if spoil is not None:
         return slot.error
     assert slot.error is None
@@ -172,6 +177,27 @@ def test_decode_rows_of_any_group_size_have_the_bits_of_a_prefill(num_kv_heads):
     for position in (0, 255, 299):
         (row,) = attend([(sequence, position, position + 1)], num_threads=2)
         assert (bits(row) == bits(whole[position : position + 1])).all()
+
+
+def test_many_heads_that_share_one_kv_head_fit_the_workspaces():
+    sequence = Sequence.random(70, num_heads=71, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+    (whole,) = attend([(sequence, 0, 70)])
+    (row,) = attend([(sequence, 69, 70)])
+    np.testing.assert_allclose(whole, sequence.expected(0, 70), rtol=1e-5, atol=4e-6)
+    assert (bits(row) == bits(whole[69:])).all()
+
+
+def test_exp_of_nonpositive_numbers_has_the_bits_of_exp():
+    @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy")
+    def both(source, target, count):
+        for i in range(0, count, 16):
+            vstore(target + 4 * i, vexp(vload(source + 4 * i)))
+            vstore(target + 4 * (count + i), vexp_nonpositive(vload(source + 4 * i)))
+
+    x = -np.concatenate([np.linspace(0, 105, 2**20), np.geomspace(1e-40, 1, 2**16 - 16), [0.0, -0.0, np.inf, np.nan] * 4]).astype(np.float32)
+    out = np.empty((2, x.size), np.float32)
+    both.ctypes(x.ctypes.data, out.ctypes.data, x.size)
+    assert (bits(out[0]) == bits(out[1])).all()
 
 
 def test_one_wrong_bit_in_the_pool_is_seen():

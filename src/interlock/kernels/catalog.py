@@ -77,7 +77,8 @@ def rope_kv_write(kv_dtype: DType) -> Kernel:
 def attention(kv_dtype: DType, head_dim: int) -> Kernel:
     """Paged attention for decode, prefill and mixed batches, with grouped heads; out: float32 [tokens, H * D].
 
-    Splits of decode rows are left in `partials` for `attention_merge`.
+    Splits of decode rows are left in `partials` for `attention_merge`. partials, and each thread's scratch, begin on a cache line. A
+    request's query rows are the last ones of its SEQ_LENS positions.
     """
     fields = ("qkv", "kv_layer", "out", "num_heads", "num_kv_heads", "head_dim", "block_size", "num_blocks", "scale")
     workspaces = ("partials", "max_splits", "scratch", "scratch_stride")
