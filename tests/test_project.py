@@ -53,5 +53,19 @@ def test_markdown_links_inside_the_project_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_architecture_page_names_each_source_file() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    sections = {match[1]: match[2] for match in re.finditer(r"^### `(\w+)[/`].*?\n(.*?)(?=^###|\Z)", page, re.MULTILINE | re.DOTALL)}
+    package = ROOT / "src" / "interlock"
+    missing = []
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        if path.name == "__init__.py" or len(relative.parts) == 1:
+            continue
+        if f"`{'/'.join(relative.parts[1:])}`" not in sections.get(relative.parts[0], ""):
+            missing.append(str(relative))
+    assert missing == []
+
+
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

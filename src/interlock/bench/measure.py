@@ -86,5 +86,5 @@ def compare(
 
 def prompt_token_ids(length: int, salt: int) -> list[int]:
     """A prompt of exactly `length` tokens. Prompts of different `salt` share no prefix."""
-    draw = random.Random(salt)
+    draw = random.Random(f"prompt {salt}")
     return [draw.choice(VOCABULARY) for _ in range(length)]

@@ -1,0 +1,128 @@
+"""`interlock generate`: what goes in, what comes out, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import TIMEOUT, Command
+from typer.testing import CliRunner
+
+from interlock import LLM, SamplingParams
+from interlock.commands import app
+
+
+@pytest.fixture
+def generate(engine_flags: list[str]) -> Any:
+    """Run the command in this process: (exit code, standard output)."""
+
+    def run(*arguments: str, text: str | None = None) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["generate", *arguments, *engine_flags], input=text)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout
+
+    return run
+
+
+def test_json_has_the_fields_of_a_request_output_and_the_tokens_of_the_engine(generate: Any, tiny_model: str) -> None:
+    code, out = generate("--raw", "--json", "--max-tokens", "5", "--logprobs", "2", "hello")
+    result = json.loads(out)
+    with LLM(tiny_model, threads=1, kv_cache_memory_bytes=4194304) as llm:
+        (expected,) = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=5, logprobs=2))
+    assert code == 0
+    assert result["prompt"] == "hello"
+    assert result["prompt_token_ids"] == expected.prompt_token_ids
+    assert result["finished"] is True
+    output = result["outputs"][0]
+    assert output["token_ids"] == expected.outputs[0].token_ids
+    assert output["text"] == expected.outputs[0].text
+    assert output["finish_reason"] == "length"
+    assert output["cumulative_logprob"] == expected.outputs[0].cumulative_logprob
+    assert len(output["logprobs"]) == 5
+    assert output["index"] == 0
+    assert result["metrics"]["num_cached_tokens"] == 0
+
+
+def test_the_chat_template_is_used_unless_raw_is_asked_for(generate: Any) -> None:
+    prompts = [json.loads(generate("--json", "--max-tokens", "1", *flags, "hi")[1])["prompt"] for flags in ([], ["--chat"], ["--raw"])]
+    assert prompts == ["<s>user:hiA:", "<s>user:hiA:", "hi"]
+
+
+def test_several_prompts_come_out_in_order_whatever_ends_first(generate: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [5, 6, 7]}\n"longer prompt text"\n')
+    code, out = generate("--json", "--raw", "--max-tokens", "3", "first", "--file", str(file))
+    results = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [result["prompt"] for result in results] == ["first", None, "longer prompt text"]
+    assert results[1]["prompt_token_ids"] == [5, 6, 7]
+
+
+def test_text_of_several_prompts_and_samples_is_headed_and_the_same_as_in_json(generate: Any) -> None:
+    arguments = ("--raw", "--max-tokens", "4", "-n", "2", "--temperature", "1", "--seed", "5", "one", "two")
+    texts = [output["text"] for line in generate("--json", *arguments)[1].splitlines() for output in json.loads(line)["outputs"]]
+    expected = "\n".join(f"[{number}/4]\n{text}\n" for number, text in enumerate(texts, 1))
+    assert generate(*arguments) == (0, expected)
+
+
+def test_the_prompt_may_come_from_standard_input(generate: Any) -> None:
+    assert json.loads(generate("--raw", "--json", "--max-tokens", "1", text="from a pipe\n")[1])["prompt"] == "from a pipe\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["prompt"]),
+        (["x" * 600, "--raw"], ["600", "512"]),
+        (["hello", "--block-size", "3"], ["block_size", "3"]),
+        (["hello", "--top-p", "0"], ["top_p", "0"]),
+        (["hello", "--model", "nowhere"], ["nowhere", "smollm2"]),
+    ],
+)
+def test_a_user_error_is_one_line_and_exit_status_2(engine_flags: list[str], arguments: list[str], words: list[str]) -> None:
+    status, out, err = Command(["generate", *engine_flags, *arguments]).finish()
+    assert status == 2
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if not line.startswith("engine: ")]
+    assert line.startswith("error: ")
+    assert all(word in line for word in words)
+
+
+def test_an_interrupt_ends_a_running_generation_with_130_and_no_traceback(start: list[Command], engine_flags: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text('"again"\n' * 5000)
+    command = Command(["generate", "--raw", "--max-tokens", "8", "--file", str(file), *engine_flags])
+    start.append(command)
+    assert command.read_line() == "[1/5000]\n"
+    command.process.send_signal(signal.SIGINT)
+    status, _, err = command.finish()
+    assert status == 130
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(engine_flags: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text('"again"\n' * 2000)
+    arguments = [sys.executable, "-P", "-m", "interlock", "generate", "--raw", "--max-tokens", "8", "--file", str(file), *engine_flags]
+    process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[1/2000]\n"
+    process.stdout.close()
+    assert process.stderr is not None
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(TIMEOUT) not in (0, -signal.SIGPIPE)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+
+
+def test_the_module_is_the_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "interlock", "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert all(name in result.stdout for name in ("generate", "pd", "bench"))
