@@ -78,6 +78,20 @@ def test_whatever_ends_the_parent_ends_its_processes(running: Command, number: s
     assert set(os.listdir("/dev/shm")) <= segments
 
 
+def test_an_interrupt_while_the_processes_start_ends_them(start: list[Command], engine_flags: list[str]) -> None:
+    command = Command(["pd", "hello", *engine_flags])
+    start.append(command)
+    assert command.process.stderr is not None
+    assert command.process.stderr.readline().startswith("prefill: ")
+    pidfds = [os.pidfd_open(pid) for pid in command.children().values()]
+    assert pidfds
+    command.process.send_signal(signal.SIGINT)
+    status, out, err = command.finish()
+    assert (status, out) == (130, "")
+    assert "Traceback" not in err
+    assert wait_until_gone(pidfds)
+
+
 def test_when_prefill_is_killed_decode_recomputes_and_no_bit_changes(running: Command) -> None:
     os.kill(running.children()["prefill"], signal.SIGKILL)
     status, out, err = running.finish()

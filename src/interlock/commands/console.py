@@ -47,7 +47,7 @@ class StartDisplay:
         if self._progress.disable:
             kind = stage.split(" ", 1)[0]  # 'compiling' is one line, however many kernels there are
             if self._kinds.get(name) != kind:
-                self._console.print(f"{name}: {stage}" + (f" ({done} of {total})" if total else ""), markup=False, highlight=False)
+                self._console.print(f"{name}: {stage}" + (f" ({done} of {total})" if total > 1 else ""), markup=False, highlight=False)
             self._kinds[name] = kind
         else:
             fields: dict[str, Any] = {"description": f"{name}: {stage}", "completed": done, "total": total or None}
@@ -55,8 +55,3 @@ class StartDisplay:
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(fields.pop("description"), **{"total": fields["total"], "count": count})
             self._progress.update(self._tasks[name], count=count, **fields)
-
-    def finish(self, name: str) -> None:
-        """`name` has started: its line goes."""
-        if name in self._tasks:
-            self._progress.remove_task(self._tasks.pop(name))

@@ -179,6 +179,7 @@ def wait_ready(process: EngineProcess, on_progress: OnProgress) -> Ready:
     while not isinstance(answer := process.receive(), Ready):
         if isinstance(answer, Progress):
             on_progress(process.name, answer.stage, answer.done, answer.total)
+    on_progress(process.name, "ready", 1, 1)
     return answer
 
 
