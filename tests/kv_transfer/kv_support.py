@@ -57,6 +57,11 @@ def scheduler_output(step: int, promises: Sequence[LoadPromise] = (), metadata: 
 class Batch:
     req_ids: list[str] = field(default_factory=lambda: ["a"])
     num_tokens: int = 1
+    gate_wait_seconds: float = 0.0
+    armed: list[bool] = field(default_factory=list)
+
+    def arm_gates(self) -> None:
+        self.armed.append(True)
 
 
 def kv_caches(config: KVCacheConfig) -> dict[str, Buffer]:

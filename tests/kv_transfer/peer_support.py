@@ -64,6 +64,8 @@ class PeerEngine:
         self.steps += 1
         planned = scheduler_output(self.steps, promises)
         planned = scheduler_output(self.steps, promises, self.scheduler.build_connector_meta(planned))
+        # These steps have no replay that could wait at gates.
+        self.driver.kv_load_wait = "barrier" if mode is CUDAGraphMode.FULL else "auto"
         kv = self.driver.begin(context(self.steps, mode))
         kv.pre_forward(planned, Batch(), None)
         return kv

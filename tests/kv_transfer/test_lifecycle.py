@@ -14,6 +14,11 @@ HOOK_MODES = ALL_MODES[:2]
 PROMISE = LoadPromise("a", 0, 7, (2, 3))
 
 
+def python_rung(mode: CUDAGraphMode) -> str:
+    """Waits from Python in every mode: these steps have no replay that could wait at gates."""
+    return "barrier" if mode is CUDAGraphMode.FULL else "auto"
+
+
 def run_layers(driver):
     for layer in range(len(LAYERS)):
         driver.before_layer(layer)
@@ -67,9 +72,9 @@ def test_a_step_without_tokens_has_the_whole_lifecycle():
     assert connector.names() == ["handle_preemptions", "start_load_kv", "finish_forward", "wait_for_save"]
 
 
-def test_on_a_full_replay_pre_forward_returns_only_when_every_layer_has_landed():
+def test_behind_a_barrier_pre_forward_returns_only_when_every_layer_has_landed():
     clock = VirtualClock()
-    driver, connector, ledger = make_driver(TimelineConnector, clock=clock)
+    driver, connector, ledger = make_driver(TimelineConnector, clock=clock, kv_load_wait="barrier")
     transfers = []
     connector.on_load = lambda ctx, kwargs: transfers.extend(kwargs["ledger"].begin_transfer(1, "a", layer, 0, 7) for layer in range(3))
     kv = driver.begin(context(1, CUDAGraphMode.FULL))
@@ -127,7 +132,7 @@ def test_a_forced_barrier_waits_for_all_layers_before_the_launch(mode, connector
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_read_that_was_never_issued_is_a_failure_at_the_deadline(mode):
     clock = VirtualClock()
-    driver, connector, _ = make_driver(TimelineConnector, clock=clock, timeout=5.0)
+    driver, connector, _ = make_driver(TimelineConnector, clock=clock, timeout=5.0, kv_load_wait=python_rung(mode))
     thread, result = run_in_thread(lambda: run_step(driver, 1, mode, [PROMISE]))
     clock.wait_for_waiters(1)
     assert not result
@@ -141,7 +146,7 @@ def test_a_read_that_was_never_issued_is_a_failure_at_the_deadline(mode):
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_read_that_stalls_past_the_deadline_is_a_failure_and_its_late_end_is_dropped(mode):
     clock = VirtualClock()
-    driver, connector, ledger = make_driver(TimelineConnector, clock=clock, timeout=5.0)
+    driver, connector, ledger = make_driver(TimelineConnector, clock=clock, timeout=5.0, kv_load_wait=python_rung(mode))
     transfers = []
 
     def load(_context, kwargs):
@@ -287,15 +292,22 @@ class TestStates:
 
 
 class TestRung:
-    def test_full_has_a_barrier_and_the_other_modes_have_hooks(self):
+    def test_full_has_gates_where_the_connector_reports_from_a_thread_of_its_own(self):
+        _, connector, _ = make_driver(TimelineConnector)
+        for wait in ("auto", "gate"):
+            assert [choose_rung(mode, connector, wait) for mode in ALL_MODES] == [Rung.HOOK, Rung.HOOK, Rung.GATE]
+        connector.progresses_by_itself = False
+        assert choose_rung(CUDAGraphMode.FULL, connector, "auto") is Rung.BARRIER
+
+    def test_full_has_a_barrier_otherwise_and_the_other_modes_have_hooks(self):
         _, connector, _ = make_driver(RecordingConnector)
         assert [choose_rung(mode, connector, "auto") for mode in ALL_MODES] == [Rung.HOOK, Rung.HOOK, Rung.BARRIER]
         assert {choose_rung(mode, connector, "barrier") for mode in ALL_MODES} == {Rung.BARRIER}
 
     def test_a_rung_that_cannot_be_had_is_refused_when_the_driver_is_made(self):
         _, connector, _ = make_driver(RecordingConnector)
-        with pytest.raises(ConfigError, match="gate nodes"):
-            make_driver(RecordingConnector, kv_load_wait="gate")
+        with pytest.raises(ConfigError, match="supports_timelines"):
+            choose_rung(CUDAGraphMode.FULL, connector, "gate")
         with pytest.raises(ConfigError, match="PIECEWISE or NONE"):
             choose_rung(CUDAGraphMode.FULL, connector, "hook")
 

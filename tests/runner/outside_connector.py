@@ -74,7 +74,11 @@ class OutsideConnector(KVConnector):
             for block, page in pages.items():
                 for positions, value in page:
                     target[block, :, :, positions] = value
+            self._landed(layer)
             done.set()
+
+    def _landed(self, layer: int) -> None:
+        """Nobody is told; who waits for the layer sees its event."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Buffer, attn_metadata: Any, **kwargs: Any) -> None:
         self.remote.calls.append(f"save {layer_name}")
@@ -105,6 +109,8 @@ class ForgetfulConnector(OutsideConnector):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.remote.modes.append(forward_context.cudagraph_runtime_mode)
+        if kwargs["scheduler_output"].load_promises:
+            self.remote.started.set()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -119,3 +125,37 @@ class StallingConnector(ForgetfulConnector):
         for promise in output.load_promises:
             for layer in range(len(self.layers)):
                 ledger.begin_transfer(output.step, promise.req_id, layer, promise.start, promise.stop)
+
+
+class GatedConnector(OutsideConnector):
+    """Reports each layer's read to the ledger from a thread of its own, so that a FULL replay can wait for it at its gates."""
+
+    supports_timelines = True
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.remote.modes.append(forward_context.cudagraph_runtime_mode)
+        output, self.ledger = kwargs["scheduler_output"], kwargs["ledger"]
+        if not output.load_promises:
+            return
+        self.transfers = [
+            [self.ledger.begin_transfer(output.step, promise.req_id, layer, promise.start, promise.stop) for promise in output.load_promises]
+            for layer in range(len(self.layers))
+        ]
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        self.remote.started.set()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def _landed(self, layer: int) -> None:
+        for transfer in self.transfers[layer]:
+            self.ledger.end_transfer(transfer)
+
+
+class FailingGatedConnector(GatedConnector):
+    """The read of the last layer fails, after it has written something."""
+
+    def _landed(self, layer: int) -> None:
+        for transfer in self.transfers[layer]:
+            self.ledger.end_transfer(transfer, "the peer is gone" if layer == len(self.layers) - 1 else None)

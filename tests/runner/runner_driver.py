@@ -79,6 +79,11 @@ class RunnerDriver:
         """All tokens of a request."""
         return self._tokens[req_id]
 
+    @property
+    def next_step(self) -> int:
+        """The stamp of the step that comes next."""
+        return self._step + 1
+
     def blocks(self, req_id: str) -> list[int]:
         """The blocks of a request."""
         return self._blocks[req_id]

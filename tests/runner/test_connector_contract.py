@@ -1,8 +1,6 @@
 """What a connector may count on: it sees the mode of the step, FULL above all, and no step reads what has not landed."""
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +12,11 @@ from runner_driver import RunnerDriver
 
 from checkpoints import make_tiny_llama
 from interlock.core.config import EngineConfig, KVTransferConfig
+from interlock.core.errors import ConfigError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.step import KVConnectorOutput, LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
+from interlock.runner.input_batch import PreparedBatch
 from interlock.runner.model_runner import ModelRunner
 
 BLOCK, NUM_LAYERS, OUTPUTS = 4, 3, 4
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("m"), num_layers=NUM_LAYERS)
 
 
-def options(model: str, mode: CUDAGraphMode, connector: str | None) -> dict[str, Any]:
+def options(model: str, mode: CUDAGraphMode, connector: str | None, kv_load_wait: str) -> dict[str, Any]:
     transfer = connector and KVTransferConfig(kv_connector=f"outside_connector:{connector}", kv_load_failure_policy="recompute")
     return {
         "model": model,
@@ -40,12 +40,15 @@ def options(model: str, mode: CUDAGraphMode, connector: str | None) -> dict[str,
         "kv_cache_memory_bytes": 1 << 20,
         "threads": 2,
         "kv_transfer_config": transfer or None,
+        "kv_load_wait": kv_load_wait,
     }
 
 
 @contextlib.contextmanager
-def open_runner(model: str, mode: CUDAGraphMode, connector: str | None = None, clock: VirtualClock | None = None) -> Iterator[ModelRunner]:
-    runner = ModelRunner(EngineConfig(**options(model, mode, connector)), clock=clock)
+def open_runner(
+    model: str, mode: CUDAGraphMode, connector: str | None = None, clock: VirtualClock | None = None, *, kv_load_wait: str = "auto"
+) -> Iterator[ModelRunner]:
+    runner = ModelRunner(EngineConfig(**options(model, mode, connector, kv_load_wait)), clock=clock)
     try:
         yield runner
     finally:
@@ -79,6 +82,7 @@ class Consumer:
             self.driver.step({name: self.driver.pending(name)})
         self.driver.add("r", PROMPT, room=OUTPUTS, computed=len(PROMPT) - 1)
         self.blocks = self.driver.blocks("r")
+        self.load_stamp = self.driver.next_step
         for layer in runner.kv_cache.layers:
             layer.numpy()[self.blocks] = poison
         self.promise = LoadPromise("r", 0, len(PROMPT) - 1, tuple(self.blocks[: len(kv[0])]))
@@ -154,7 +158,7 @@ def test_layer_0_runs_while_the_last_layer_is_in_flight(model, producer, remote,
         try:
             remote.land(*range(last))
             assert remote.reached[last].wait(60)
-            wait_until_written(runner, consumer.blocks, layer=0)
+            wait_until_written(runner, consumer, layer=0)
             assert not remote.may_land[last].is_set()
             assert not step.done()
         finally:
@@ -189,7 +193,7 @@ def test_a_read_that_was_never_issued_or_never_ends_is_a_failure_at_its_deadline
     with open_runner(model, mode, connector, clock) as runner, ThreadPoolExecutor(1) as pool:
         consumer = Consumer(runner, producer[1], POISON[0])
         step = pool.submit(consumer.load_rows)
-        clock.wait_for_waiters(1)
+        assert remote.started.wait(60)
         assert not step.done()
         clock.advance(runner.config.kv_load_timeout)
         assert "r" not in step.result(60), "a token was sampled from logits that are NaN"
@@ -200,11 +204,122 @@ def test_a_read_that_was_never_issued_or_never_ends_is_a_failure_at_its_deadline
     assert set(report.load_errors) == {"r"}
 
 
-def wait_until_written(runner: ModelRunner, blocks: list[int], layer: int) -> None:
-    """Return when the step has written the prompt's last position into `layer`."""
+def step_rows(runner: ModelRunner, blocks: list[int], layer: int) -> Any:
     position = len(PROMPT) - 1
-    row = runner.kv_cache.layers[layer].numpy()[blocks[position // BLOCK], :, :, position % BLOCK]
-    deadline = time.monotonic() + 60
-    while (row == POISON[0]).any():
-        assert time.monotonic() < deadline, "layer 0 did not run while the last layer was in flight"
-        threading.Event().wait(0.001)
+    return runner.kv_cache.layers[layer].numpy()[blocks[position // BLOCK], :, :, position % BLOCK]
+
+
+def is_unwritten(runner: ModelRunner, blocks: list[int], layer: int) -> bool:
+    """Whether the step has not yet written the prompt's last position into `layer`."""
+    return bool((step_rows(runner, blocks, layer) == POISON[0]).all())
+
+
+def wait_until_written(runner: ModelRunner, consumer: Consumer, layer: int) -> None:
+    """Return when the step that loads has written the prompt's last position into `layer`."""
+    assert runner.timelines.written.wait(layer, consumer.load_stamp, 60), "the layer did not run while a later one was in flight"
+    assert not is_unwritten(runner, consumer.blocks, layer)
+
+
+# Gates: the replay is launched at once, and waits inside, layer by layer.
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("kv_load_wait", ["auto", "gate", "barrier"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_connector_with_timelines_gives_the_same_bits_on_every_rung(model, producer, remote, mode, kv_load_wait, poison):
+    remote.land_all()
+    with open_runner(model, mode, "GatedConnector", kv_load_wait=kv_load_wait) as runner:
+        tokens, bits = Consumer(runner, producer[1], poison).generate()
+    assert tokens == producer[0][0]
+    np.testing.assert_array_equal(bits, producer[0][1])
+
+
+def test_at_a_gate_a_full_replay_runs_layer_0_while_the_last_layer_is_in_flight(model, producer, remote):
+    last = NUM_LAYERS - 1
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector") as runner, ThreadPoolExecutor(1) as pool:
+        consumer = Consumer(runner, producer[1], POISON[0])
+        step = pool.submit(consumer.load_step)
+        try:
+            remote.land(0)
+            wait_until_written(runner, consumer, layer=0)
+            for layer in range(1, NUM_LAYERS):
+                assert is_unwritten(runner, consumer.blocks, layer), "a layer ran before it had landed"
+            remote.land(*range(last))
+            wait_until_written(runner, consumer, layer=last - 1)
+            assert is_unwritten(runner, consumer.blocks, last)
+            assert not step.done()
+        finally:
+            remote.land_all()
+        np.testing.assert_array_equal(step.result(60), producer[0][1][0])
+        assert remote.modes[-1] is CUDAGraphMode.FULL
+        assert consumer.report.load_wait_seconds > 0
+
+
+def test_negative_control_gates_that_are_not_armed_let_a_replay_read_what_has_not_landed(model, producer, remote, monkeypatch):
+    monkeypatch.setattr(PreparedBatch, "arm_gates", lambda batch: None)
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector") as runner:
+        consumer = Consumer(runner, producer[1], POISON[1])
+        remote.land(*range(NUM_LAYERS - 1))
+        launched = runner.stream.record
+        monkeypatch.setattr(runner.stream, "record", lambda: land_after(launched(), remote))
+        bits = consumer.load_step()
+    assert (bits != producer[0][1][0]).any(), "the test cannot tell a lost race from a won one"
+
+
+def land_after(event: Any, remote: Any) -> Any:
+    """Let the last layer land only when the replay has ended, so that the step itself still ends well."""
+    event.wait()
+    remote.land_all()
+    return event
+
+
+def test_a_step_without_loads_never_waits_at_a_gate(model, producer, remote):
+    """The timelines lag behind: nothing has landed for many steps, and gates that were not armed are open."""
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector") as runner:
+        driver = RunnerDriver(runner)
+        driver.add("r", PROMPT)
+        tokens, bits = driver.generate("r", OUTPUTS)
+    assert tokens == producer[0][0]
+    np.testing.assert_array_equal(bits, producer[0][1])
+
+
+def test_a_load_that_fails_opens_its_gate_and_names_the_blocks(model, producer, remote):
+    remote.land_all()
+    with open_runner(model, CUDAGraphMode.FULL, "FailingGatedConnector") as runner:
+        consumer = Consumer(runner, producer[1], POISON[1])
+        rows = consumer.load_rows()
+        report = consumer.report
+        assert runner.timelines.landed.failed(NUM_LAYERS - 1)
+        assert not runner.timelines.landed.failed(0)
+    assert report.invalid_block_ids == frozenset(consumer.promise.block_ids)
+    assert "the peer is gone" in report.load_errors["r"]
+    assert set(rows) >= set(COMPANIONS)
+
+
+def test_a_load_that_stalls_at_a_gate_fails_at_its_deadline_and_the_replay_runs_to_its_end(model, producer, remote):
+    clock = VirtualClock()
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector", clock) as runner, ThreadPoolExecutor(1) as pool:
+        consumer = Consumer(runner, producer[1], POISON[1])
+        step = pool.submit(consumer.load_rows)
+        remote.land(0)
+        wait_until_written(runner, consumer, layer=0)
+        assert not step.done()
+        clock.advance(runner.config.kv_load_timeout)
+        assert set(step.result(60)) >= set(COMPANIONS)
+        assert consumer.report.invalid_block_ids == frozenset(consumer.promise.block_ids)
+
+
+def test_a_gate_cannot_be_forced_on_a_connector_that_does_not_report(model, remote):
+    with (
+        pytest.raises(ConfigError, match=r"kv_load_wait is 'gate'.*OutsideConnector"),
+        open_runner(model, CUDAGraphMode.FULL, "OutsideConnector", kv_load_wait="gate"),
+    ):
+        pass
+
+
+def test_forcing_hooks_turns_full_replays_into_piecewise_ones(model, producer, remote):
+    remote.land_all()
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector", kv_load_wait="hook") as runner:
+        tokens, _ = Consumer(runner, producer[1], POISON[0]).generate()
+    assert tokens == producer[0][0]
+    assert set(remote.modes) == {CUDAGraphMode.PIECEWISE}

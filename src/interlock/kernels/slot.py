@@ -41,6 +41,7 @@ TOP_TOKENS: Final = 23  # int32 [NUM_LOGITS, MAX_LOGPROBS]
 TOP_LOGPROBS: Final = 24  # float32 [NUM_LOGITS, MAX_LOGPROBS]
 
 CONTROL: Final = 25  # the control block of the thread team that runs the step, set by the team; kernels that wait look there for an abort
+GATE_WAIT: Final = 26  # nanoseconds that thread 0 waited at gates in this step
 
 NUM_WORDS: Final = 32
 

@@ -18,6 +18,7 @@ from interlock.core.config import EngineConfig, KVCacheConfig, KVTransferConfig
 from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.graphs.timeline import Timelines
 
 if TYPE_CHECKING:
     from interlock.kv_transfer.transports.shared_memory import KVPool
@@ -43,7 +44,7 @@ class ConnectorRequest(Protocol):
     """What a connector may read of the engine's request.
 
     num_tokens: all known tokens (prompt and output); num_computed_tokens: positions that have KV; finish_reason: 'stop', 'length',
-    'abort' or 'error' once finished.
+    'abort' or 'error' once finished. A tier may keep a request until `request_finished` and look at it again in each step.
     """
 
     @property
@@ -67,6 +68,19 @@ class ConnectorRequest(Protocol):
         """Positions [0, n) that have KV here."""
 
     @property
+    def block_ids(self) -> Sequence[int]:
+        """Its blocks: position p lies in `block_ids[p // block_size]`. They change from step to step."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Content keys of its full blocks, 32 bytes each: a chain over the KV identity, the cache salt and all tokens up to the block's
+        last. Equal keys, equal KV, in any process. There are at least `num_published_blocks`; when a load is asked for, all full blocks."""
+
+    @property
+    def num_published_blocks(self) -> int:
+        """Its first n blocks are full and have KV, and the steps and loads that wrote it have retired: what may be saved."""
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """The hand-off parameters that came with the request; untrusted."""
 
@@ -82,6 +96,15 @@ class KVConnector(ABC):
     """True: the worker half reports the end of each transfer to the `ledger` that `start_load_kv` receives, from a thread of its own,
     and returns before landing in every mode. False: its return is its claim, and what `get_block_ids_with_load_errors` names afterwards
     counts as not landed."""
+
+    progresses_by_itself: bool = True
+    """With timelines. False: its transport moves bytes only while the step's thread calls into it, so a replay cannot wait for it."""
+
+    load_is_repeatable: bool = False
+    """True: what was loaded once can be loaded again, so a request that was preempted asks again. False: a load is asked for once."""
+
+    recomputes_failed_loads: bool = False
+    """True: this connector is a cache, so what it fails to load is recomputed, whatever `kv_load_failure_policy` says."""
 
     saves_layers: bool = True
     """False: `save_kv_layer` does nothing, so the step need not wait for a layer's kernels before it calls it."""
@@ -127,6 +150,9 @@ class KVConnector(ABC):
         """
         return False, None
 
+    def request_preempted(self, request: ConnectorRequest) -> None:
+        """A running request, or one that waits with landed KV, is about to give up its blocks; it goes on later, with others."""
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The worker half's report of a step, before the scheduler acts on it."""
 
@@ -156,6 +182,10 @@ class KVConnector(ABC):
     @abstractmethod
     def wait_for_save(self) -> None:
         """Once per step, also empty ones, after everything that writes KV: submit saves; synchronous ones end here."""
+
+    def register_timelines(self, written: Timelines) -> None:
+        """Once. A layer's timeline reaches a step's stamp (`forward_context.step`) as soon as the step has written the layer's KV,
+        in every mode and also inside a FULL replay; a thread of the connector may wait for it."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Buffer]) -> None:
         """Once, after the pool was allocated: per layer name `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""

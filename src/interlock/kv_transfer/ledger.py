@@ -104,6 +104,14 @@ class Ledger:
         with self._condition:
             self._expire(self._step(step), cause)
 
+    def expire_if_due(self, step: int) -> bool:
+        """`expire` the step if its deadline has passed and something is outstanding. Whether it has given up, now or before."""
+        with self._condition:
+            record = self._step(step)
+            if any(record.open_pieces) and self.clock.now() >= record.deadline:
+                self._expire(record, record.timeout_cause)
+            return record.expired
+
     def is_expired(self, step: int) -> bool:
         """Whether the step gave up on something at its deadline."""
         with self._condition:

@@ -21,12 +21,16 @@ from interlock.kv_transfer.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
+_WATCH_SECONDS = 0.02  # how often a gated replay's deadline is looked at
+
 
 class Rung(enum.Enum):
-    """How a load is waited for. BARRIER: before the launch. HOOK: before each layer's KV write, from Python."""
+    """How a load is waited for. BARRIER: before the launch. HOOK: before each layer's KV write, from Python. GATE: there too, but by
+    nodes inside the replay."""
 
     BARRIER = "barrier"
     HOOK = "hook"
+    GATE = "gate"
 
 
 class StepState(enum.Enum):
@@ -49,18 +53,29 @@ class StepBatch(Protocol):
     def num_tokens(self) -> int:
         """Tokens of the step."""
 
+    @property
+    def gate_wait_seconds(self) -> float:
+        """How long the step has waited at gates."""
+
+    def arm_gates(self) -> None:
+        """From here on every layer's gate waits for its timeline to reach the step's stamp."""
+
 
 def choose_rung(mode: CUDAGraphMode, connector: KVConnector, kv_load_wait: KVLoadWait) -> Rung:
     """The rung of a step that runs in `mode`: the one place where it is chosen. Raises ConfigError for a forced rung that cannot be had."""
-    name = type(connector).__name__
-    if kv_load_wait == "gate":
-        raise ConfigError(f"kv_load_wait is 'gate', but programs have no gate nodes on this device (connector {name}); use 'auto' or 'barrier'")
     if kv_load_wait == "barrier":
         return Rung.BARRIER
     if mode is not CUDAGraphMode.FULL:
         return Rung.HOOK
     if kv_load_wait == "hook":
         raise ConfigError("kv_load_wait is 'hook', but no Python runs between the layers of a FULL replay; set cudagraph_mode to PIECEWISE or NONE")
+    if connector.supports_timelines and connector.progresses_by_itself:
+        return Rung.GATE
+    if kv_load_wait == "gate":
+        raise ConfigError(
+            f"kv_load_wait is 'gate', but {type(connector).__name__} does not report the ends of its reads from a thread of its own "
+            "(supports_timelines, progresses_by_itself); use 'auto' or 'barrier'"
+        )
     return Rung.BARRIER
 
 
@@ -171,6 +186,8 @@ class KVStep:
         self._waited: set[int] = set()
         self._loads_aborted = False
         self._forward_finished = False
+        self._gated = False
+        self._batch: StepBatch | None = None
         self._seconds_waited = 0.0
 
     def __enter__(self) -> "KVStep":
@@ -190,6 +207,7 @@ class KVStep:
             raise LifecycleError(f"the context belongs to step {self.context.step}, the scheduler output to step {scheduler_output.step}")
         self.state = StepState.OPEN
         self._attn_metadata = attn_metadata
+        self._batch = input_batch
         self._connector.handle_preemptions(scheduler_output.kv_connector_metadata)
         self._connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
         self._ledger.open_step(self.context.step, scheduler_output.load_promises, self._driver.load_timeout)
@@ -207,10 +225,15 @@ class KVStep:
         if not scheduler_output.has_sync_kv_loads:
             self._deferred = start
             return
+        if self.rung is Rung.GATE:
+            input_batch.arm_gates()  # before the first report, which may come while start_load_kv runs
         began = self._ledger.clock.now()
         self._guarded(start, range(len(self._driver.layer_names)))
         if self.rung is Rung.BARRIER:
             self._barrier()
+        elif self.rung is Rung.GATE:
+            self._gated = True
+            self._waited.update(range(len(self._driver.layer_names)))
         self._seconds_waited += self._ledger.clock.now() - began
 
     def before_layer(self, layer_index: int) -> None:
@@ -240,6 +263,16 @@ class KVStep:
             self._deferred = None
         self._connector.finish_forward()
 
+    def wait_forward(self, wait: Callable[[float | None], bool]) -> None:
+        """Wait for what was launched, with `wait` (as `Event.wait`). At the loads' deadline whatever has not landed fails, which opens
+        the gates that the replay stands at: it cannot be cancelled, so it runs to its end, and what it made of those requests is void."""
+        self._require_open("wait_forward")
+        while self._gated and not wait(_WATCH_SECONDS):
+            if self._ledger.expire_if_due(self.context.step):
+                self._abort_loads()
+                break
+        wait(None)
+
     def post_forward(self, finished_req_ids: frozenset[str]) -> KVConnectorOutput:
         """After everything that writes KV in this step has run, drafts included. Ends the step."""
         self._require_open("post_forward")
@@ -264,7 +297,7 @@ class KVStep:
             load_errors=verdict.load_errors,
             kv_connector_stats=dict(connector.get_kv_connector_stats()),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
-            load_wait_seconds=self._seconds_waited,
+            load_wait_seconds=self._seconds_waited + (self._batch.gate_wait_seconds if self._gated and self._batch else 0.0),
             loaded_bytes=verdict.landed_positions * self._driver.bytes_per_layer_token,
         )
         connector.clear_connector_metadata()
@@ -388,6 +421,10 @@ class InertKVStep:
 
     def finish_forward(self) -> None:
         """Nothing to submit."""
+
+    def wait_forward(self, wait: Callable[[float | None], bool]) -> None:
+        """See `KVStep.wait_forward`."""
+        wait(None)
 
     def post_forward(self, finished_req_ids: frozenset[str]) -> None:
         """No report."""

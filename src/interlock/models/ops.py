@@ -130,7 +130,7 @@ class Ops:
             self._stream.launch(timeline.gate(), self._landed.gate_arguments(layer_index), barrier=False)
         self._rope_kv_write(layer_index, qkv)
         if self._written is not None:
-            self._stream.launch(timeline.signal(), self._written.signal_arguments(layer_index))
+            self._stream.launch(timeline.signal(), self._written.signal_arguments(layer_index), barrier=False)
         self._paged_attention(layer_index, qkv, out)
         self._stream.call(partial(self._hooks.after_layer, layer_index))
 

@@ -66,6 +66,15 @@ class PreparedBatch:
         """Live token rows."""
         return self.attn_metadata.num_actual_tokens
 
+    def arm_gates(self) -> None:
+        """From here on every layer's gate waits for its timeline to reach this step's stamp."""
+        self.slot.gate_targets[:] = self.slot.step
+
+    @property
+    def gate_wait_seconds(self) -> float:
+        """How long the step has waited at gates."""
+        return self.slot.gate_wait_seconds
+
     @property
     def uniform(self) -> bool:
         """Whether every query has length 1."""

@@ -1,8 +1,11 @@
 """The runner's side of the connector lifecycle: the driver that every step goes through, with a connector or without."""
 
+from dataclasses import dataclass
+
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.stream import Stream
+from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.ledger import Ledger
@@ -11,17 +14,35 @@ from interlock.kv_transfer.registry import connector_class, create_connector
 from interlock.runner.kv_cache import KVCache
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTimelines:
+    """Per layer: `landed` reaches a step's stamp when all that the step was promised has ended, `written` when the step has written its KV."""
+
+    landed: Timelines
+    written: Timelines
+
+    @classmethod
+    def create(cls, num_layers: int) -> "StepTimelines":
+        """Both at stamp 0."""
+        return cls(Timelines(num_layers), Timelines(num_layers))
+
+    def layer_landed(self, layer: int, step: int, error: bool) -> None:
+        """The ledger's callback: opens the layer's gate for the step, with the error bit if something did not land."""
+        self.landed.advance(layer, step, error=error)
+
+
 def supported_mode(config: EngineConfig) -> CUDAGraphMode:
-    """The configured graph mode, lowered to PIECEWISE where it is FULL if the connector declares that it cannot serve a FULL replay."""
+    """The configured graph mode, lowered to PIECEWISE where it is FULL where hooks between layers
+    are needed: the connector declares that it cannot serve a FULL replay, or `kv_load_wait` is 'hook'."""
     mode, transfer = config.graph_mode, config.kv_transfer_config
     if transfer is None or not mode.has_full_cudagraphs():
         return mode
-    needs_piecewise = connector_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
-    return CUDAGraphMode.PIECEWISE if needs_piecewise else mode
+    declared = connector_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+    return CUDAGraphMode.PIECEWISE if declared or config.kv_load_wait == "hook" else mode
 
 
 def create_kv_driver(
-    config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCache, stream: Stream, clock: Clock | None = None
+    config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCache, stream: Stream, timelines: StepTimelines, clock: Clock | None = None
 ) -> KVStepDriver | InertKVStepDriver:
     """The worker half of the configured connector, with its memory registered; or a driver that does nothing. clock: of the deadlines."""
     if config.kv_transfer_config is None:
@@ -30,11 +51,12 @@ def create_kv_driver(
     caches = dict(zip(shape.layer_names, kv_cache.layers, strict=True))
     assert kv_cache.shared is not None
     connector.register_pool(kv_cache.shared)
+    connector.register_timelines(timelines.written)
     connector.register_kv_caches(caches)
     mode = supported_mode(config)
     return KVStepDriver(
         connector,
-        Ledger(shape.num_layers, shape.block_size, clock),
+        Ledger(shape.num_layers, shape.block_size, clock, timelines.layer_landed),
         shape,
         caches,
         load_timeout=config.kv_load_timeout,

@@ -22,7 +22,7 @@ from interlock.runner.fingerprint import kernel_fingerprint
 from interlock.runner.graph_manager import GraphManager
 from interlock.runner.input_batch import InputBatch
 from interlock.runner.kv_cache import KVCache, fit_max_model_len, kv_cache_config, kv_dtype, kv_identity
-from interlock.runner.kv_step import create_kv_driver, supported_mode
+from interlock.runner.kv_step import StepTimelines, create_kv_driver, supported_mode
 from interlock.runner.sampler import Sampler, sampled_logprobs, sampled_tokens
 
 Progress = Callable[[str, int, int], None]
@@ -64,8 +64,10 @@ class ModelRunner:
                 config, shape, self.stream, lambda: loaded.model.forward(probe), self.kv_cache.layers, loaded.config.vocab_size
             )
         self.kv_cache_config = shape
-        self._kv = create_kv_driver(config, shape, self.kv_cache, self.stream, clock)
-        ops = Ops(self.stream, loaded.config, self.kv_cache.layers, workspace, rope, hooks=self._kv)
+        self.timelines = StepTimelines.create(shape.num_layers)
+        self._kv = create_kv_driver(config, shape, self.kv_cache, self.stream, self.timelines, clock)
+        landed, written = self.timelines.landed, self.timelines.written
+        ops = Ops(self.stream, loaded.config, self.kv_cache.layers, workspace, rope, hooks=self._kv, landed=landed, written=written)
         self._input_batch = InputBatch(config, shape, self.max_model_len)
         self._graphs = GraphManager(self.stream, lambda: loaded.model.forward(ops))
         self._dispatcher = Dispatcher(supported_mode(config), config.capture_sizes, config.max_num_seqs, group)
@@ -88,7 +90,7 @@ class ModelRunner:
             self._graphs.launch(descriptor)
             kv.finish_forward()
             self._sampler.launch(self.stream)
-            self.stream.synchronize()
+            kv.wait_forward(self.stream.record().wait)
             raise_for_status(batch.slot.status_buffer)
             sampled, failed = sampled_tokens(batch)
             self._input_batch.append_sampled(sampled)

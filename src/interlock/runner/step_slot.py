@@ -86,5 +86,16 @@ class StepSlot:
         header[words.NUM_REQS] = num_reqs
         header[words.NUM_LOGITS] = num_logits
         header[words.STEP] = step
+        header[words.GATE_WAIT] = 0
         self.status[:] = 0
         self.gate_targets[:] = 0
+
+    @property
+    def step(self) -> int:
+        """The stamp of the step that the slot is filled for."""
+        return int(self.header[words.STEP])
+
+    @property
+    def gate_wait_seconds(self) -> float:
+        """How long the step has waited at gates."""
+        return float(self.header[words.GATE_WAIT]) * 1e-9

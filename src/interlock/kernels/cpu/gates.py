@@ -9,7 +9,7 @@ from typing import Final
 from numba import njit
 
 from interlock.kernels.control import ABORTED_UP_TO, RETIRED, TIMELINE_ERROR, TIMELINE_SLEEPERS
-from interlock.kernels.cpu.simd import load_i64
+from interlock.kernels.cpu.simd import load_i64, store_i64
 from interlock.kernels.cpu.sync import (
     atomic_add,
     compare_and_swap,
@@ -23,7 +23,7 @@ from interlock.kernels.cpu.sync import (
     yield_thread,
 )
 from interlock.kernels.cpu.team import SPIN_NANOSECONDS, SPINS_PER_CLOCK, YIELD_NANOSECONDS
-from interlock.kernels.slot import CONTROL, ERROR_ABORTED, GATE_TARGETS, STEP
+from interlock.kernels.slot import CONTROL, ERROR_ABORTED, GATE_TARGETS, GATE_WAIT, STEP
 
 _STAMP: Final = TIMELINE_ERROR - 1
 _ABORT_NANOSECONDS: Final = 20_000_000  # how often a sleeping gate looks for an abort
@@ -92,14 +92,17 @@ def gate():
         target = 0
         if targets != 0:
             target = load_i64(targets + 8 * layer)
-        if (load_acquire(timeline) & _STAMP) < target and not spin_until_reached(timeline, target):
-            waiting = True
+        if (load_acquire(timeline) & _STAMP) < target:
+            begin = monotonic_ns()
+            waiting = not spin_until_reached(timeline, target)
             while waiting:
                 if is_aborted(slot):
                     report_error(slot, ERROR_ABORTED, layer)
                     waiting = False
                 elif sleep_until_reached(timeline, target, _ABORT_NANOSECONDS):
                     waiting = False
+            if thread_id == 0:
+                store_i64(slot + 8 * GATE_WAIT, load_i64(slot + 8 * GATE_WAIT) + monotonic_ns() - begin)
 
     return wait_at_gate
 
