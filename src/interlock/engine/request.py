@@ -41,7 +41,8 @@ _FINISH_REASONS = {
 
 
 class LoadState(enum.Enum):
-    """Where a request stands with the KV that a connector may have for it. A load is asked for at most once in a request's life."""
+    """Where a request stands with the KV that a connector may have for it. A load is asked for at most once in a request's life,
+    unless the connector's loads are repeatable: a preempted request is then UNASKED again."""
 
     UNASKED = enum.auto()
     LOADING = enum.auto()

@@ -61,6 +61,10 @@ class RequestQueues:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             bisect.insort(self.waiting, request, key=by_arrival)
+        if self._connector is not None:
+            self._connector.request_preempted(request)
+            if self._connector.load_is_repeatable:
+                request.load_state = LoadState.UNASKED
         self._blocks.truncate(request, 0)
         request.status = RequestStatus.PREEMPTED
         request.replace_blocks = False

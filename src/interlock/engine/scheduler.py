@@ -33,7 +33,9 @@ class Scheduler:
         self.blocks = BlockManager(kv_cache_config, config.enable_prefix_caching)
         self._queues = RequestQueues(self.blocks, connector, clock)
         self._planner = StepPlanner(config, self.blocks, self._queues, connector, clock)
-        self._reports = LoadReports(self.blocks, self._queues, transfer is not None and transfer.kv_load_failure_policy == "recompute")
+        recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+        recompute |= connector is not None and connector.recomputes_failed_loads
+        self._reports = LoadReports(self.blocks, self._queues, recompute)
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._connector = connector

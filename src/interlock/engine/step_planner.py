@@ -41,7 +41,8 @@ class _Admission(enum.Enum):
 
 
 class StepPlanner:
-    """Plans steps over the queues. External KV is asked for once in a request's life, from where its local prefix ends."""
+    """Plans steps over the queues. External KV is asked for once in a request's life, from where its local prefix ends;
+    a connector whose loads are repeatable is asked again after a preemption."""
 
     def __init__(
         self, config: EngineConfig, blocks: BlockManager, queues: RequestQueues, connector: KVConnector | None, clock: Callable[[], float]
@@ -183,9 +184,12 @@ class StepPlanner:
         return True
 
     def _note_hits(self, request: Request, num_cached: int, num_external: int) -> None:
-        request.num_external_tokens = request.metrics.num_external_tokens = num_external
-        request.metrics.num_cached_tokens = num_cached
+        request.num_external_tokens = num_external
         request.load_state = LoadState.LOADING if num_external else LoadState.SETTLED
+        if request.metrics.num_preemptions:
+            return  # it asks again; its prompt has been counted
+        request.metrics.num_external_tokens = num_external
+        request.metrics.num_cached_tokens = num_cached
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += num_cached
         self.num_external_tokens += num_external

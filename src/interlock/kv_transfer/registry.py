@@ -7,7 +7,12 @@ from interlock.core.config import EngineConfig, KVCacheConfig, KVTransferConfig
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.connector import KVConnector, KVConnectorRole
 
-CONNECTORS: Final = {"PeerConnector": "interlock.kv_transfer.connectors.peer:PeerConnector"}
+CONNECTORS: Final = {
+    "MultiConnector": "interlock.kv_transfer.connectors.multi:MultiConnector",
+    "OffloadConnector": "interlock.kv_transfer.connectors.offload:OffloadConnector",
+    "PeerConnector": "interlock.kv_transfer.connectors.peer:PeerConnector",
+    "StorageConnector": "interlock.kv_transfer.connectors.storage:StorageConnector",
+}
 
 
 def connector_class(transfer: KVTransferConfig) -> type[KVConnector]:

@@ -1,0 +1,191 @@
+"""A directory of KV blocks, one file each, shared by any number of processes.
+
+A file is written under a name that nobody else uses and then renamed, so an entry is whole or absent. Its header says what it holds: the
+content key, the namespace (KV identity, layout, kernel version) and a digest of the payload. Whatever does not agree is a miss.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from interlock.core.config import KVCacheConfig
+from interlock.core.errors import KVTransferError
+
+logger = logging.getLogger(__name__)
+
+Payload = bytes | bytearray | memoryview
+
+_MAGIC = b"ILKVBLK\x01"
+_HEADER = struct.Struct("<8sQ32s32s32s16x")  # magic, payload bytes, key, namespace, digest of the payload
+_SUFFIX, _TEMPORARY = ".kv", ".tmp"
+_RESCAN_FRACTION = 16  # other writers' bytes are looked at after we have written this part of the bound
+_KEEP_FRACTION = 8  # an eviction frees this part of the bound more than it must
+
+
+def namespace_of(config: KVCacheConfig) -> bytes:
+    """32 bytes that differ whenever a block of one pool must not be read into another: identity, layout and kernels."""
+    parts = (
+        config.identity,
+        config.kernel_fingerprint,
+        config.dtype,
+        *(str(size) for size in (config.block_size, config.num_layers, config.num_kv_heads, config.head_dim)),
+    )
+    digest = hashlib.sha256(b"interlock block files 1")
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part.encode())) + part.encode())
+    return digest.digest()
+
+
+class BlockFiles:
+    """The files of one namespace below `root`. max_bytes: of all files below `root`; the least recently used go first, whoever wrote them.
+    Each process keeps the bound by what it last saw of the others. All methods may be called from any thread; they may take as long as the
+    file system does."""
+
+    def __init__(self, root: Path, config: KVCacheConfig, max_bytes: int) -> None:
+        self.root = root
+        self.namespace = namespace_of(config)
+        self.payload_bytes = config.num_layers * config.block_bytes
+        self.file_bytes = _HEADER.size + self.payload_bytes
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._used: int | None = None
+        self._unseen = 0
+
+    def path(self, key: bytes) -> Path:
+        """Where the content of `key` lies."""
+        name = key.hex()
+        return self.root / self.namespace.hex()[:32] / name[:2] / (name + _SUFFIX)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether there is an entry of the right size."""
+        try:
+            return self.path(key).stat().st_size == self.file_bytes
+        except OSError:
+            return False
+
+    def read(self, key: bytes) -> memoryview:
+        """The payload, uint8 [payload_bytes], verified. Raises OSError, or KVTransferError for a bad entry, which is removed."""
+        path = self.path(key)
+        data = self.read_bytes(path)
+        if not self._holds(data, key):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise KVTransferError(f"{path} is not a whole block with this key ({len(data)} bytes, expected {self.file_bytes}); removed")
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return memoryview(data)[_HEADER.size :]
+
+    def write(self, key: bytes, payload: Payload, *, replace: bool = False) -> None:
+        """Add an entry. One that is there is only marked as used, unless it is to be replaced. Raises OSError, with nothing changed."""
+        path = self.path(key)
+        if not replace and self.contains(key):
+            os.utime(path)
+            return
+        self._make_room()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = self.temporary_path(path)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # tells `clean` in other processes that its writer lives
+            self.write_bytes(fd, _HEADER.pack(_MAGIC, self.payload_bytes, key, self.namespace, _digest(payload)))
+            self.write_bytes(fd, payload)
+            self.publish(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        finally:
+            os.close(fd)
+        with self._lock:
+            self._used = (self._used or 0) + self.file_bytes
+            self._unseen += self.file_bytes
+
+    def clean(self) -> None:
+        """Remove what writers that are gone have left half-written."""
+        for path, _ in self._entries(_TEMPORARY):
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(fd)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files below `root`, as they are now."""
+        return sum(status.st_size for _, status in self._entries(""))
+
+    # ---- single steps of the above, where faults are injected
+
+    @staticmethod
+    def temporary_path(path: Path) -> Path:
+        """A name in the same directory that no other writer uses."""
+        return path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}{_TEMPORARY}")
+
+    def read_bytes(self, path: Path) -> bytearray:
+        """All bytes of a file, up to one more than a whole one has."""
+        data = bytearray(self.file_bytes + 1)
+        with path.open("rb", buffering=0) as file:
+            filled = 0
+            while filled < len(data) and (count := file.readinto(memoryview(data)[filled:])):
+                filled += count
+        del data[filled:]
+        return data
+
+    @staticmethod
+    def write_bytes(fd: int, data: Payload) -> None:
+        """Append all of `data`."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+    @staticmethod
+    def publish(temporary: Path, path: Path) -> None:
+        """Make a whole file visible."""
+        temporary.replace(path)
+
+    # ---- below
+
+    def _holds(self, data: bytearray, key: bytes) -> bool:
+        if len(data) != self.file_bytes:
+            return False
+        header = _HEADER.pack(_MAGIC, self.payload_bytes, key, self.namespace, _digest(memoryview(data)[_HEADER.size :]))
+        return data[: _HEADER.size] == header
+
+    def _make_room(self) -> None:
+        """Evict until one more file fits."""
+        with self._lock:
+            if self._used is None or self._used + self.file_bytes > self.max_bytes or self._unseen > self.max_bytes // _RESCAN_FRACTION:
+                entries = list(self._entries(""))
+                self._used, self._unseen = sum(status.st_size for _, status in entries), 0
+                if self._used + self.file_bytes > self.max_bytes:
+                    self._evict([entry for entry in entries if entry[0].suffix == _SUFFIX])
+
+    def _evict(self, entries: list[tuple[Path, os.stat_result]]) -> None:
+        assert self._used is not None
+        entries.sort(key=lambda entry: entry[1].st_mtime_ns)
+        for path, status in entries:
+            if self._used + self.file_bytes <= self.max_bytes - self.max_bytes // _KEEP_FRACTION:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            self._used -= status.st_size
+
+    def _entries(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        for directory, _, names in os.walk(self.root):
+            for name in names:
+                if name.endswith(suffix):
+                    path = Path(directory) / name
+                    with contextlib.suppress(OSError):
+                        yield path, path.stat()
+
+
+def _digest(payload: Payload) -> bytes:
+    return hashlib.blake2b(payload, digest_size=32).digest()

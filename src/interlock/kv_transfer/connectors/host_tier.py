@@ -1,0 +1,258 @@
+"""A tier in host memory: what is in which slot, least recently used out first; and the thread that copies between slots and blocks."""
+
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from threading import Condition, Event, Lock, Thread
+
+import numpy as np
+import numpy.typing as npt
+
+from interlock.core.buffer import Buffer
+from interlock.core.config import KVCacheConfig
+from interlock.graphs.copy import copy_list
+from interlock.kv_transfer.connectors.tier_messages import EndedLoad, TierLoad, TierSave
+from interlock.kv_transfer.connectors.tier_reports import TierReports
+from interlock.kv_transfer.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+_SAVES_PER_COPY = 16  # blocks: how long a load may have to wait for saves
+
+
+class HostIndex:
+    """The content of `num_slots` slots (`TierIndex`). A slot that is being filled, or is pinned, is not taken for something else."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._stored: OrderedDict[bytes, int] = OrderedDict()
+        self._filling: dict[bytes, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pins: Counter[bytes] = Counter()
+
+    def count_present(self, keys: Sequence[bytes]) -> int:
+        """See `TierIndex`."""
+        return next((index for index, key in enumerate(keys) if key not in self._stored), len(keys))
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """See `TierIndex`."""
+        self._pins.update(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """See `TierIndex`."""
+        for key in keys:
+            self._pins[key] -= 1
+            assert self._pins[key] >= 0, f"key {key.hex()[:12]} was unpinned more often than it was pinned"
+            if not self._pins[key]:
+                del self._pins[key]
+
+    @property
+    def num_pins(self) -> int:
+        """Pins that have not been ended."""
+        return self._pins.total()
+
+    def places(self, keys: Sequence[bytes]) -> list[int | None]:
+        """See `TierIndex`."""
+        return [self._stored.get(key) for key in keys]
+
+    def wants(self, key: bytes) -> bool:
+        """See `TierIndex`."""
+        return key not in self._stored and key not in self._filling
+
+    def reserve(self, key: bytes) -> int | None:
+        """See `TierIndex`."""
+        if not self._free:
+            victim = next((key for key in self._stored if key not in self._pins), None)
+            if victim is None:
+                return None
+            self._free.append(self._stored.pop(victim))
+        self._filling[key] = self._free.pop()
+        return self._filling[key]
+
+    def commit(self, key: bytes, place: int, stored: bool) -> None:
+        """See `TierIndex`."""
+        del self._filling[key]
+        if stored:
+            self._stored[key] = place
+        else:
+            self._free.append(place)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """See `TierIndex`."""
+        for key in keys:
+            if key in self._stored:
+                self._stored.move_to_end(key)
+
+    def distrust(self, key: bytes) -> None:
+        """See `TierIndex`. A slot that another load still reads stays as it is."""
+        if key in self._stored and key not in self._pins:
+            self._free.append(self._stored.pop(key))
+
+    def close(self) -> None:
+        """See `TierIndex`."""
+
+
+class CopyThread:
+    """One thread that runs jobs in order, urgent ones before the others."""
+
+    def __init__(self, name: str) -> None:
+        self._condition = Condition()
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._other: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], *, urgent: bool) -> None:
+        """Have `job` run; returns at once."""
+        with self._condition:
+            (self._urgent if urgent else self._other).append(job)
+            self._condition.notify()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Run what was submitted, and stop; wait for that up to `timeout` seconds. May be called twice."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._condition:
+            while True:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if self._other:
+                    return self._other.popleft()
+                if self._closed:
+                    return None
+                self._condition.wait()
+
+
+class HostTierWorker:
+    """The memory of the slots, a slot's layers side by side, and the copies. `copy(descriptors, abort)`: as `graphs.copy.copy_list`."""
+
+    def __init__(self, config: KVCacheConfig, num_slots: int, copy: Callable[[npt.NDArray[np.int64], Buffer], int] = copy_list) -> None:
+        self.reports = TierReports()
+        self._copy = copy
+        self._block_bytes = config.block_bytes
+        self._num_layers = config.num_layers
+        self._memory = Buffer.zeros((num_slots * config.num_layers * config.block_bytes,), "uint8")
+        self._layer_addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._stop = Buffer.zeros((1,), "int64")
+        self._lock = Lock()
+        self._step_loads: dict[int, list[tuple[Buffer, Event]]] = {}
+        self._thread: CopyThread | None = None
+
+    def register(self, layers: Sequence[Buffer]) -> None:
+        """The pool's layers; starts the thread."""
+        self._layer_addresses = np.array([layer.address for layer in layers], np.int64)
+        self._thread = CopyThread("interlock-host-tier")
+
+    def load(self, load: TierLoad, step: int, ledger: Ledger) -> None:
+        """Have a load made. A synchronous one is reported to `ledger`, layer by layer in order, as transfers of `step`."""
+        abort, quiescent = Buffer.zeros((1,), "int64"), Event()
+        transfers = self._begin(load, step, ledger) if load.synchronous else []
+        if load.synchronous:
+            with self._lock:
+                self._step_loads.setdefault(step, []).append((abort, quiescent))
+        self._submit(lambda: self._load(load, step, ledger, transfers, abort, quiescent), urgent=True)
+
+    def save(self, saves: Sequence[TierSave]) -> None:
+        """Have blocks copied into their slots."""
+        for first in range(0, len(saves), _SAVES_PER_COPY):
+            batch = saves[first : first + _SAVES_PER_COPY]
+            self._submit(lambda batch=batch: self._save(batch), urgent=False)  # type: ignore[misc]
+
+    def abort(self, step: int) -> None:
+        """Stop the step's synchronous loads, and return when none of them writes any more."""
+        with self._lock:
+            loads = list(self._step_loads.get(step, ()))
+        for abort, _ in loads:
+            abort.numpy()[0] = 1
+        for _, quiescent in loads:
+            quiescent.wait()
+
+    def poll(self) -> None:
+        """A copy in memory needs no watching."""
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        self._stop.numpy()[0] = 1
+        if self._thread is not None:
+            self._thread.close()
+
+    # ---- on the thread
+
+    def _load(self, load: TierLoad, step: int, ledger: Ledger, transfers: Sequence[int], abort: Buffer, quiescent: Event) -> None:
+        landed, error = 0, None
+        try:
+            landed = self._load_layers(load, ledger, transfers, abort)
+        except Exception as problem:
+            logger.exception("the load of request %s from host memory failed", load.req_id)
+            error = f"the copy thread raised {type(problem).__name__}: {problem}"
+        finally:
+            for transfer in transfers:
+                if error is not None:
+                    ledger.end_transfer(transfer, error)
+            bad = load.keys[landed : landed + 1] if landed == load.num_available else ()
+            self.reports.end_load(EndedLoad(load, landed, bad))
+            with self._lock:
+                entries = self._step_loads.get(step, [])
+                entries[:] = [entry for entry in entries if entry[1] is not quiescent]
+                if not entries:
+                    self._step_loads.pop(step, None)
+            quiescent.set()
+
+    def _load_layers(self, load: TierLoad, ledger: Ledger, transfers: Sequence[int], abort: Buffer) -> int:
+        """Copy what is there, layer by layer. Returns how many of the load's first blocks have landed."""
+        count = load.num_available
+        blocks = np.array(load.block_ids[:count], np.int64)
+        slots = np.array([place for place in load.places[:count] if place is not None], np.int64)
+        for layer in range(self._num_layers):
+            stopped = self._copy(self._descriptors(layer, blocks, slots, load=True), abort) < count
+            if transfers:
+                ledger.end_transfer(transfers[layer], "the load was stopped" if stopped else None)
+            if stopped:
+                for transfer in transfers[layer + 1 :]:
+                    ledger.end_transfer(transfer, "the load was stopped")
+                return 0
+        return count
+
+    def _save(self, saves: Sequence[TierSave]) -> None:
+        blocks = np.array([save.block_id for save in saves], np.int64)
+        slots = np.array([save.place for save in saves], np.int64)
+        stored = False
+        try:
+            stored = all(
+                self._copy(self._descriptors(layer, blocks, slots, load=False), self._stop) == len(saves) for layer in range(self._num_layers)
+            )
+        except Exception:
+            logger.exception("blocks could not be saved to host memory")
+        self.reports.end_saves([save.save_id for save in saves], stored)
+
+    # ---- below
+
+    def _begin(self, load: TierLoad, step: int, ledger: Ledger) -> list[int]:
+        """One transfer per layer for what is there; what has gone fails at once."""
+        block_size = (load.stop - load.start) // len(load.block_ids)
+        middle = load.start + load.num_available * block_size
+        for layer in range(self._num_layers):
+            if middle < load.stop:
+                ledger.end_transfer(ledger.begin_transfer(step, load.req_id, layer, middle, load.stop), "the tier no longer has the block")
+        if middle == load.start:
+            return []
+        return [ledger.begin_transfer(step, load.req_id, layer, load.start, middle) for layer in range(self._num_layers)]
+
+    def _descriptors(self, layer: int, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, load: bool) -> npt.NDArray[np.int64]:
+        in_pool = self._layer_addresses[layer] + blocks * self._block_bytes
+        in_tier = self._memory.address + (slots * self._num_layers + layer) * self._block_bytes
+        size = np.full(len(blocks), self._block_bytes, np.int64)
+        return np.stack([in_pool, in_tier, size] if load else [in_tier, in_pool, size], axis=1)
+
+    def _submit(self, job: Callable[[], None], *, urgent: bool) -> None:
+        assert self._thread is not None, "the tier is used before register"
+        self._thread.submit(job, urgent=urgent)

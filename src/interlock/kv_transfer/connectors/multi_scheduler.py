@@ -1,0 +1,136 @@
+"""The scheduler half of the multi connector: asks the children, and remembers who owns which load."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from interlock.core.errors import RequestError
+from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.kv_transfer.connector import ConnectorRequest, KVConnector
+from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta, OwnedLoad
+
+logger = logging.getLogger(__name__)
+
+
+class MultiSchedulerHalf:
+    """What `MultiConnector` does with role SCHEDULER. A load belongs to one child from its allocation to the end of its request, also
+    across preemptions; every child hears of every request."""
+
+    def __init__(self, children: Sequence[KVConnector], block_size: int) -> None:
+        self._children = children
+        self._block_size = block_size
+        self._answers: dict[str, tuple[int, dict[int, tuple[int, bool]]]] = {}
+        self._offers: dict[str, int] = {}
+        self._owners: dict[str, int] = {}
+        self._allocated: set[str] = set()
+        self._loads: list[OwnedLoad] = []
+        self._keepers: list[tuple[str, frozenset[int]]] = []
+
+    def new_request(self, request: ConnectorRequest) -> None:
+        """See `KVConnector.on_new_request`. A child that refuses the request speaks for all."""
+        for index, child in enumerate(self._children):
+            try:
+                child.on_new_request(request)
+            except RequestError:
+                for told in self._children[:index]:
+                    told.request_finished(request, [])
+                raise
+
+    def num_matched(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The longest of the children's hits; of equal ones the first. A request that has loaded before is not brought to a child whose
+        loads cannot be repeated."""
+        req_id = request.request_id
+        asked_from, answers = self._answers.pop(req_id, (num_computed_tokens, {}))
+        if asked_from != num_computed_tokens:
+            answers = {}
+        unknown = False
+        for index, child in enumerate(self._children):
+            if index in answers or (req_id in self._allocated and not child.load_is_repeatable):
+                continue
+            found, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            if found is None:
+                unknown = True
+            else:
+                answers[index] = found, is_async
+        if unknown:
+            self._answers[req_id] = num_computed_tokens, answers  # who has answered is not asked again until all have
+            return None, False
+        best = max(answers, key=lambda index: (answers[index][0], -index), default=None)
+        if best is None or answers[best][0] == 0:
+            self._offers.pop(req_id, None)
+            return 0, False
+        self._offers[req_id] = best
+        return answers[best]
+
+    def allocated(self, request: ConnectorRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The owner loads; the others hear of the blocks and load nothing."""
+        req_id = request.request_id
+        self._allocated.add(req_id)
+        offer = self._offers.pop(req_id, None)
+        if num_external_tokens:
+            assert offer is not None, f"request {req_id} is to load {num_external_tokens} tokens that no child has offered"
+            self._owners[req_id] = offer
+            start = request.num_computed_tokens
+            blocks = block_ids[start // self._block_size : -(-(start + num_external_tokens) // self._block_size)]
+            self._loads.append(OwnedLoad(req_id, offer, tuple(blocks)))
+        for index, child in enumerate(self._children):
+            child.update_state_after_alloc(request, block_ids, num_external_tokens if index == offer else 0)
+
+    def owner(self, req_id: str) -> int | None:
+        """The child that made the request's last load."""
+        return self._owners.get(req_id)
+
+    def build_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
+        """Each child sees the promises that are its own."""
+        children = tuple(child.build_connector_meta(self.share(scheduler_output, index)) for index, child in enumerate(self._children))
+        loads, self._loads = self._loads, []
+        keepers, self._keepers = self._keepers, []
+        return MultiMetadata(children, tuple(loads), tuple(keepers))
+
+    def share(self, scheduler_output: SchedulerOutput, child: int) -> SchedulerOutput:
+        """The step as a child sees it."""
+        mine = tuple(promise for promise in scheduler_output.load_promises if self._owners.get(promise.req_id) == child)
+        return dataclasses.replace(scheduler_output, load_promises=mine)
+
+    def preempted(self, request: ConnectorRequest) -> None:
+        """See `KVConnector.request_preempted`."""
+        for child in self._children:
+            child.request_preempted(request)
+
+    def finished(self, request: ConnectorRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The blocks are kept until all children that want them have let go. The answer's parameters are those of the first that has some."""
+        answers = [child.request_finished(request, block_ids) for child in self._children]
+        keepers = frozenset(index for index, (keep, _) in enumerate(answers) if keep)
+        if keepers:
+            self._keepers.append((request.request_id, keepers))
+        params = [given for _, given in answers if given is not None]
+        if len(params) > 1:
+            logger.warning("%d connectors answer request %s with kv_transfer_params; the first one's are sent", len(params), request.request_id)
+        self._answers.pop(request.request_id, None)
+        self._offers.pop(request.request_id, None)
+        self._owners.pop(request.request_id, None)
+        self._allocated.discard(request.request_id)
+        return bool(keepers), params[0] if params else None
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Each child takes its own report in."""
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, MultiWorkerMeta):
+            return
+        for child, report in zip(self._children, meta.children, strict=True):
+            child.update_connector_output(
+                dataclasses.replace(
+                    output,
+                    finished_sending=report.results.finished_sending,
+                    finished_recving=report.results.finished_recving,
+                    failed_recving=report.results.failed_recving,
+                    kv_connector_stats=report.stats,
+                    kv_connector_worker_meta=report.worker_meta,
+                )
+            )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether steps are needed even if no request runs."""
+        return bool(self._loads or self._keepers) or any(child.has_pending_push_work() for child in self._children)

@@ -1,0 +1,28 @@
+"""The offload connector: a tier in host memory behind the block pool, for blocks that the pool has no room to keep."""
+
+from typing import Any
+
+from interlock.core.errors import ConfigError
+from interlock.kv_transfer.connector import KVConnectorRole
+from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker
+from interlock.kv_transfer.connectors.tier import TierConnector, TierWorker, check_all_taken, take_bytes
+from interlock.kv_transfer.connectors.tier_scheduler import TierIndex
+
+
+class OffloadConnector(TierConnector):
+    """Keeps full blocks in host memory, the least recently used out first. `kv_connector_extra_config`: cpu_bytes, the size of the
+    memory (required), and async_load_bytes (16 MiB)."""
+
+    default_async_load_bytes = 16 * 2**20
+
+    def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
+        """See `TierConnector.make_half`."""
+        cpu_bytes = take_bytes(extra, "cpu_bytes", None)
+        check_all_taken(extra, ("cpu_bytes", "async_load_bytes"))
+        block_bytes = self.kv_cache_config.num_layers * self.kv_cache_config.block_bytes
+        num_slots = cpu_bytes // block_bytes
+        if num_slots < 1:
+            raise ConfigError(f"cpu_bytes is {cpu_bytes}, expected at least {block_bytes}, the size of one block of all layers")
+        if self.role is KVConnectorRole.SCHEDULER:
+            return HostIndex(num_slots), None
+        return None, HostTierWorker(self.kv_cache_config, num_slots)

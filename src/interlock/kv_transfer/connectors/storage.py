@@ -1,0 +1,56 @@
+"""The storage connector: a tier of files behind the block pool, shared by engines and kept between runs."""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from interlock.core.errors import ConfigError
+from interlock.kv_transfer.clock import Clock, MonotonicClock
+from interlock.kv_transfer.connector import KVConnectorRole
+from interlock.kv_transfer.connectors.block_files import BlockFiles
+from interlock.kv_transfer.connectors.storage_index import StorageIndex
+from interlock.kv_transfer.connectors.storage_worker import StorageWorker
+from interlock.kv_transfer.connectors.tier import TierConnector, TierWorker, check_all_taken, take_bytes
+from interlock.kv_transfer.connectors.tier_scheduler import TierIndex
+
+_OPTIONS = ("path", "max_bytes", "read_timeout", "staging_bytes", "async_load_bytes")
+
+
+class StorageConnector(TierConnector):
+    """Keeps full blocks in a directory. `kv_connector_extra_config`: path, the directory (required; made if it is missing); max_bytes, of
+    all files in it (16 GiB); read_timeout, seconds after which a lookup or a load counts as a miss (5); staging_bytes, of blocks
+    that wait to be written (64 MiB); async_load_bytes (0: all loads let their request wait)."""
+
+    default_async_load_bytes = 0
+    clock: ClassVar[Clock] = MonotonicClock()
+    files_class: ClassVar[type[BlockFiles]] = BlockFiles
+
+    def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
+        """See `TierConnector.make_half`."""
+        root = _directory(extra.pop("path", None))
+        max_bytes = take_bytes(extra, "max_bytes", 16 * 2**30)
+        staging_bytes = take_bytes(extra, "staging_bytes", 64 * 2**20)
+        timeout = extra.pop("read_timeout", 5.0)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise ConfigError(f"kv_connector_extra_config['read_timeout'] is {timeout!r}, expected a number of seconds above 0")
+        check_all_taken(extra, _OPTIONS)
+        files = self.files_class(root, self.kv_cache_config, max_bytes)
+        for name, value, least in (("max_bytes", max_bytes, files.file_bytes), ("staging_bytes", staging_bytes, files.payload_bytes)):
+            if value < least:
+                raise ConfigError(f"{name} is {value}, expected at least {least}, the size of one block of all layers")
+        if self.role is KVConnectorRole.SCHEDULER:
+            return StorageIndex(files, self.clock, float(timeout)), None
+        return None, StorageWorker(self.kv_cache_config, files, self.clock, float(timeout), staging_bytes)
+
+
+def _directory(path: Any) -> Path:
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"kv_connector_extra_config['path'] is {path!r}, expected a directory for the files")
+    root = Path(path)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the directory {path!r} (kv_connector_extra_config['path']) cannot be made: {error}") from error
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"the directory {path!r} (kv_connector_extra_config['path']) cannot be read and written by this user")
+    return root

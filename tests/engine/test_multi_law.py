@@ -1,0 +1,50 @@
+"""Several tiers as one connector change no bit, in every mode, with loads of both kinds side by side."""
+
+import pytest
+from tier_engine import BLOCK_BYTES, MODES, bits, drain, forget_local, make_prompts, open_engine, params_of, run_alone
+
+from checkpoints import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("multi_law"), dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts()
+
+
+@pytest.fixture(scope="module")
+def params(prompts):
+    return [params_of(number) for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def alone(model, prompts, params):
+    return run_alone(model, prompts, params)
+
+
+def offload(cpu_blocks, async_load_bytes=1 << 30):
+    extra = {"cpu_bytes": cpu_blocks * BLOCK_BYTES, "async_load_bytes": async_load_bytes}
+    return {"kv_connector": "OffloadConnector", "kv_connector_extra_config": extra}
+
+
+def storage(path, async_load_bytes=0):
+    return {"kv_connector": "StorageConnector", "kv_connector_extra_config": {"path": str(path), "async_load_bytes": async_load_bytes}}
+
+
+@pytest.mark.parametrize("cudagraph_mode", MODES)
+@pytest.mark.parametrize("cpu_blocks", [8, 100])
+def test_memory_before_files_changes_no_bit(model, prompts, params, alone, cudagraph_mode, cpu_blocks, tmp_path):
+    children = {"connectors": [offload(cpu_blocks), storage(tmp_path)]}
+    for life in range(2):
+        with open_engine(model, "MultiConnector", children, cudagraph_mode=cudagraph_mode) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, params)
+                assert [bits(output) for output in outputs] == alone
+                forget_local(llm)
+            assert llm.metrics()["num_failed_loads"] == 0
+            assert llm.metrics()["num_external_tokens"] > 0 or life == 0
+            drain(llm)
