@@ -28,13 +28,15 @@ def inputs_of(fmt):
     return 70 if fmt in ELEMENT_BYTES else 160
 
 
-def run_product(packed, x, *, num_threads=1, residual=None, out=None, rows=None, rows_word=slot.NUM_TOKENS):
+def run_product(packed, x, *, num_threads=1, residual=None, out=None, rows=None, rows_word=slot.NUM_TOKENS, norm=None, eps=1e-5, indices=None):
     """out [len(x), n] (or the given out, whose rows may be longer); every thread of the team runs in turn, which is a legal schedule."""
     kernel = (catalog.matmul_silu if packed.gate_up else catalog.matmul)(packed.fmt)
     if out is None:
-        out = np.full((len(x), packed.n), np.nan, np.float32)
+        out = np.full((len(x) if indices is None else len(indices), packed.n), np.nan, np.float32)
     header = np.zeros(slot.NUM_WORDS, np.int64)
-    header[rows_word] = len(x) if rows is None else rows
+    if indices is not None:
+        header[slot.LOGITS_INDICES] = indices.ctypes.data
+    header[rows_word] = len(out) if rows is None else rows
     stride = catalog.matmul_scratch_bytes(packed.k)
     scratch = Buffer.zeros((num_threads * stride,), "uint8")
     scratch.numpy()[:] = 0xFF
@@ -50,6 +52,9 @@ def run_product(packed, x, *, num_threads=1, residual=None, out=None, rows=None,
         k=packed.k,
         scratch=scratch,
         scratch_stride=stride,
+        norm=0 if norm is None else norm.ctypes.data,
+        norm_eps=eps,
+        gather=int(indices is not None),
     )
     call = kernel.function.callable()
     for thread_id in range(num_threads):

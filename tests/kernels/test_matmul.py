@@ -215,3 +215,32 @@ def undefined_symbols(elf):
                     name = strings + word(symbol, 4)
                     names.add(elf[name : elf.index(b"\0", name)].decode())
     return names
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("packed_by", [packed_weight, packed_gate_up])
+def test_a_product_with_a_norm_is_the_norm_and_then_the_product(fmt, packed_by):
+    packed = packed_by(fmt, 83)
+    x, norm = random_inputs(29, packed.k), random_inputs(1, packed.k, seed=4)[0]
+    normed = normalise(x, norm)
+    for num_threads in (1, 3):
+        assert np.array_equal(bits(run_product(packed, x, norm=norm, num_threads=num_threads)), bits(run_product(packed, normed)))
+
+
+def test_a_product_takes_the_rows_whose_logits_are_wanted():
+    packed = packed_weight("q8_0", 83)
+    x, norm = random_inputs(9, packed.k), random_inputs(1, packed.k, seed=4)[0]
+    indices = np.array([8, 0, 3, 3], np.int32)
+    expected = run_product(packed, x[indices], norm=norm)
+    assert np.array_equal(bits(run_product(packed, x, norm=norm, indices=indices, rows_word=slot.NUM_LOGITS)), bits(expected))
+
+
+def normalise(x, weight, eps=1e-5):
+    """What the stand-alone kernel makes of x."""
+    kernel, out = catalog.rms_norm(), np.empty_like(x)
+    header = np.zeros(slot.NUM_WORDS, np.int64)
+    header[slot.NUM_TOKENS] = len(x)
+    addresses = {"x": x.ctypes.data, "weight": weight.ctypes.data, "out": out.ctypes.data}
+    arguments = kernel.pack(**addresses, n=x.shape[1], eps=eps, rows=slot.NUM_TOKENS, gather=0)
+    kernel.function.callable()(arguments.address, header.ctypes.data, 0, 1)
+    return out

@@ -12,7 +12,10 @@ from interlock.kernels.cpu import attention_layout
 from interlock.kernels.formats import INPUT_BLOCK_BYTES, MAX_TILE_ROWS, TOTALS_BYTES, WeightFormat
 from interlock.kernels.native import Kernel, kernel
 
-_MATMUL_FIELDS = ("x", "x_stride", "weight", "out", "out_stride", "residual", "rows", "n", "k", "scratch", "scratch_stride")
+_MATMUL_FIELDS = (
+    *("x", "x_stride", "weight", "out", "out_stride", "residual", "rows", "n", "k", "scratch", "scratch_stride"),
+    *("norm", "norm_eps", "gather"),
+)
 
 # Products
 
@@ -21,7 +24,8 @@ _MATMUL_FIELDS = ("x", "x_stride", "weight", "out", "out_stride", "residual", "r
 def matmul(fmt: WeightFormat) -> Kernel:
     """out[r, :n] = (residual[r, :n] or 0) + x[r, :k] @ W.T for the live rows; `weight` holds W [n, k] as packed panels.
 
-    x, out: float32, strides in bytes; residual: 0, or an address with out's stride (may be out itself).
+    x, out: float32, strides in bytes; residual: 0, or an address with out's stride (may be out itself). norm: 0, or the float32 weight [k]
+    of an RMSNorm that x goes through first, bit-equal to `rms_norm`; gather: 1 takes the input rows LOGITS_INDICES in place of 0, 1, 2, ….
     """
     return kernel(f"matmul_{fmt}", "interlock.kernels.cpu.matmul:matmul", _MATMUL_FIELDS, (fmt,))
 
@@ -50,7 +54,10 @@ def matmul_scratch_bytes(k: int) -> int:
 
 @functools.cache
 def rms_norm() -> Kernel:
-    """out[r] = x[i] * rsqrt(mean(x[i]**2) + eps) * weight, float32 rows of n, where i is r, or LOGITS_INDICES[r] if gather is 1."""
+    """out[r] = x[i] * rsqrt(mean(x[i]**2) + eps) * weight, float32 rows of n, where i is r, or LOGITS_INDICES[r] if gather is 1.
+
+    The stand-alone form of what products do on the way in, and their oracle.
+    """
     return kernel("rms_norm", "interlock.kernels.cpu.elementwise:rms_norm", ("x", "weight", "out", "n", "eps", "rows", "gather"))
 
 

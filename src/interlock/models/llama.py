@@ -37,15 +37,12 @@ class LlamaForCausalLM:
         work = op.workspace
         op.embedding(self.embed_tokens, out=work.hidden)
         for index, layer in enumerate(self.layers):
-            op.rms_norm(work.hidden, layer.input_layernorm, out=work.normed)
-            op.linear(work.normed, layer.qkv_proj, out=work.qkv)
+            op.linear(work.hidden, layer.qkv_proj, norm=layer.input_layernorm, out=work.qkv)
             op.attention(index, work.qkv, out=work.attended)
             op.linear(work.attended, layer.o_proj, out=work.hidden, residual=work.hidden)
-            op.rms_norm(work.hidden, layer.post_attention_layernorm, out=work.normed)
-            op.gated_silu(work.normed, layer.gate_up_proj, out=work.activated)
+            op.gated_silu(work.hidden, layer.gate_up_proj, norm=layer.post_attention_layernorm, out=work.activated)
             op.linear(work.activated, layer.down_proj, out=work.hidden, residual=work.hidden)
-        op.rms_norm(work.hidden, self.norm, out=work.last_hidden, gather=True)
-        op.linear(work.last_hidden, self.lm_head, out=work.logits)
+        op.linear(work.hidden, self.lm_head, norm=self.norm, out=work.logits, gather=True)
         return work.logits
 
     def kernels(self, kv_dtype: DType) -> tuple[Kernel, ...]:

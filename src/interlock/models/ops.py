@@ -15,7 +15,7 @@ from interlock.graphs.timeline import Timelines
 from interlock.kernels import catalog
 from interlock.kernels.formats import PackedWeight
 from interlock.kernels.native import Kernel
-from interlock.kernels.slot import NUM_TOKENS
+from interlock.kernels.slot import NUM_LOGITS, NUM_TOKENS
 from interlock.models.config import ModelConfig
 from interlock.models.layers import Embedding, GateUp, Linear, RMSNorm
 from interlock.models.workspace import Workspace
@@ -97,26 +97,23 @@ class Ops:
         kernel = catalog.embedding(weight.fmt)
         self._stream.launch(kernel, kernel.pack(weight=weight.buffer, out=out, rows=NUM_TOKENS, vocab_size=weight.n, n=weight.k))
 
-    def rms_norm(self, x: Buffer, norm: RMSNorm, *, out: Buffer, gather: bool = False) -> None:
-        """out: the normalised rows of x; with `gather` only those whose logits the step wants, in that order."""
-        kernel = catalog.rms_norm()
-        args = kernel.pack(x=x, weight=norm.weight, out=out, n=norm.weight.shape[0], eps=norm.eps, rows=self.workspace.rows(out), gather=int(gather))
-        self._stream.launch(kernel, args)
-
-    def linear(self, x: Buffer, linear: Linear, *, out: Buffer, residual: Buffer | None = None) -> None:
-        """out `[rows, out_features]` = (residual or 0) + x @ W.T; residual may be out."""
+    def linear(
+        self, x: Buffer, linear: Linear, *, out: Buffer, norm: RMSNorm | None = None, residual: Buffer | None = None, gather: bool = False
+    ) -> None:
+        """out `[rows, out_features]` = (residual or 0) + norm(x) @ W.T; residual may be out. With `gather` the rows are only those whose
+        logits the step wants, in that order."""
         for first, weight in linear.parts:
             target, added = _columns(out, first), 0 if residual is None else _columns(residual, first)
-            self._product(catalog.matmul(weight.fmt), x, weight, target, added)
+            self._product(catalog.matmul(weight.fmt), x, weight, target, norm, added, gather)
 
-    def gated_silu(self, x: Buffer, gate_up: GateUp, *, out: Buffer) -> None:
-        """out `[tokens, intermediate_size]` = silu(x @ gate.T) * (x @ up.T)."""
+    def gated_silu(self, x: Buffer, gate_up: GateUp, *, norm: RMSNorm, out: Buffer) -> None:
+        """out `[tokens, intermediate_size]` = silu(norm(x) @ gate.T) * (norm(x) @ up.T)."""
         if gate_up.fused is not None:
-            self._product(catalog.matmul_silu(gate_up.fused.fmt), x, gate_up.fused, out, 0)
+            self._product(catalog.matmul_silu(gate_up.fused.fmt), x, gate_up.fused, out, norm)
             return
         assert gate_up.stacked is not None
         both = self.workspace.gate_up
-        self.linear(x, gate_up.stacked, out=both)
+        self.linear(x, gate_up.stacked, norm=norm, out=both)
         kernel = catalog.silu_mul()
         self._stream.launch(kernel, kernel.pack(gate_up=both, out=out, n=gate_up.intermediate_size, rows=NUM_TOKENS))
 
@@ -172,7 +169,9 @@ class Ops:
         merge_args = merge.pack(out=out, num_heads=config.num_heads, head_dim=config.head_dim, partials=work.partials, max_splits=work.max_splits)
         self._stream.launch(merge, merge_args)
 
-    def _product(self, kernel: Kernel, x: Buffer, weight: PackedWeight, out: Buffer, residual: Buffer | int) -> None:
+    def _product(
+        self, kernel: Kernel, x: Buffer, weight: PackedWeight, out: Buffer, norm: RMSNorm | None, residual: Buffer | int = 0, gather: bool = False
+    ) -> None:
         args = kernel.pack(
             x=x,
             x_stride=4 * x.shape[1],
@@ -180,11 +179,14 @@ class Ops:
             out=out,
             out_stride=4 * out.shape[1],
             residual=residual,
-            rows=self.workspace.rows(x),
+            rows=NUM_LOGITS if gather else NUM_TOKENS,
             n=weight.n,
             k=weight.k,
             scratch=self.workspace.scratch,
             scratch_stride=self.workspace.scratch_stride,
+            norm=norm.weight if norm else 0,
+            norm_eps=norm.eps if norm else 0.0,
+            gather=int(gather),
         )
         self._stream.launch(kernel, args)
 
@@ -193,7 +195,6 @@ def kernels(config: ModelConfig, embedding: Embedding, linears: Iterable[Linear]
     """The kernels that these ops launch for the given weights, each once."""
     found = [
         catalog.embedding(embedding.weight.fmt),
-        catalog.rms_norm(),
         catalog.rope_kv_write(kv_dtype),
         catalog.attention(kv_dtype, config.head_dim),
         catalog.attention_merge(config.head_dim),

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from interlock.core.buffer import Buffer
 from interlock.kernels import catalog
-from interlock.kernels.slot import NUM_LOGITS, NUM_TOKENS
 from interlock.models.config import ModelConfig
 
 
@@ -12,18 +11,16 @@ from interlock.models.config import ModelConfig
 class Workspace:
     """Activations, float32, for the largest step: rows for its tokens, or for the requests that sample.
 
-    hidden, normed `[tokens, hidden_size]`; qkv `[tokens, qkv_size]`; attended `[tokens, num_heads * head_dim]`; gate_up
-    `[tokens, 2 * intermediate_size]`; activated `[tokens, intermediate_size]`; last_hidden `[requests, hidden_size]`; logits
+    hidden `[tokens, hidden_size]`; qkv `[tokens, qkv_size]`; attended `[tokens, num_heads * head_dim]`; gate_up
+    `[tokens, 2 * intermediate_size]`; activated `[tokens, intermediate_size]`; logits
     `[requests, vocab_size]`. scratch: `scratch_stride` bytes for each thread. partials: attention's states of `max_splits` splits.
     """
 
     hidden: Buffer
-    normed: Buffer
     qkv: Buffer
     attended: Buffer
     gate_up: Buffer
     activated: Buffer
-    last_hidden: Buffer
     logits: Buffer
     scratch: Buffer
     scratch_stride: int
@@ -41,22 +38,16 @@ class Workspace:
         partials = catalog.attention_partials_bytes(max_num_reqs, config.num_heads, config.head_dim, max_model_len)
         return cls(
             hidden=rows(max_num_tokens, config.hidden_size),
-            normed=rows(max_num_tokens, config.hidden_size),
             qkv=rows(max_num_tokens, config.qkv_size),
             attended=rows(max_num_tokens, config.q_size),
             gate_up=rows(max_num_tokens, 2 * config.intermediate_size),
             activated=rows(max_num_tokens, config.intermediate_size),
-            last_hidden=rows(max_num_reqs, config.hidden_size),
             logits=rows(max_num_reqs, config.vocab_size),
             scratch=Buffer.zeros((num_threads, stride), "uint8"),
             scratch_stride=stride,
             partials=Buffer.zeros((partials,), "uint8"),
             max_splits=catalog.attention_max_splits(max_model_len),
         )
-
-    def rows(self, activations: Buffer) -> int:
-        """The slot word that counts the live rows of one of these buffers."""
-        return NUM_LOGITS if activations is self.last_hidden or activations is self.logits else NUM_TOKENS
 
 
 def scratch_bytes(config: ModelConfig) -> int:

@@ -1,6 +1,5 @@
 """RMSNorm, rotary embedding with the KV write, and the SiLU gate. Each element's arithmetic is the same in vectors and in their tails."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from interlock.core.buffer import ITEM_SIZES, DType
+from interlock.kernels.cpu.norm import rms_scale
 from interlock.kernels.cpu.rounding import make_store
 from interlock.kernels.cpu.simd import (
     first_lane,
@@ -16,10 +16,8 @@ from interlock.kernels.cpu.simd import (
     load_f64,
     load_i32,
     load_i64,
-    reduce_add,
     splat,
     store_f32,
-    vadd,
     vfma,
     vload,
     vmul,
@@ -35,8 +33,7 @@ _ZERO = np.float32(0.0)
 
 
 def rms_norm() -> Callable[..., None]:
-    """Factory of `catalog.rms_norm`. The mean square is four 16-lane FMA chains over the whole vectors, added pairwise, then the fixed
-    tree, then one FMA per element of the tail."""
+    """Factory of `catalog.rms_norm`: every element times the row's scale, then times its weight."""
 
     def kernel(args, slot, thread_id, num_threads):
         x = load_i64(args)
@@ -49,7 +46,7 @@ def rms_norm() -> Callable[..., None]:
         for row in range(rows * thread_id // num_threads, rows * (thread_id + 1) // num_threads):
             source = x + 4 * n * (np.int64(load_i32(load_i64(slot + 8 * LOGITS_INDICES) + 4 * row)) if gather else row)
             target = out + 4 * n * row
-            scale = _ONE / math.sqrt(_sum_of_squares(source, n) / np.float32(n) + eps)
+            scale = rms_scale(source, n, eps)
             for i in range(0, n // 16 * 16, 16):
                 vstore(target + 4 * i, vmul(vmul(vload(source + 4 * i), splat(scale)), vload(weight + 4 * i)))
             for i in range(n // 16 * 16, n):
@@ -125,25 +122,6 @@ def silu_mul() -> Callable[..., None]:
             first += end - start
 
     return kernel
-
-
-@njit(error_model="numpy")
-def _sum_of_squares(source, n):
-    a = b = c = d = splat(_ZERO)
-    i = 0
-    while i + 64 <= n:
-        p, q, r, s = vload(source + 4 * i), vload(source + 4 * i + 64), vload(source + 4 * i + 128), vload(source + 4 * i + 192)
-        a, b, c, d = vfma(p, p, a), vfma(q, q, b), vfma(r, r, c), vfma(s, s, d)
-        i += 64
-    while i + 16 <= n:
-        p = vload(source + 4 * i)
-        a = vfma(p, p, a)
-        i += 16
-    total = reduce_add(vadd(vadd(a, b), vadd(c, d)))
-    while i < n:
-        total = fma(load_f32(source + 4 * i), load_f32(source + 4 * i), total)
-        i += 1
-    return total
 
 
 def _make_rotate(dtype: DType) -> Any:

@@ -1,7 +1,8 @@
 """Products of float32 rows with packed weights: `matmul` and `matmul_silu` (fields: `kernels/catalog.py`).
 
 Threads split the panels of the weight. Each copies the input rows, block by block, into its own scratch in the form that tiles read (see
-`cpu/tiles.py`), and walks its panels once per block, so that a panel serves all tiles of the block from the first-level caches.
+`cpu/tiles.py`), and walks its panels once per block, so that a panel serves all tiles of the block from the first-level caches. Where a
+norm comes before the product the rows are normalised on the way: doing that in every thread costs less than a launch of its own.
 A tile leaves its totals in scratch; the epilogue adds the residual, or applies the gate, and stores the live rows and columns.
 """
 
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from interlock.kernels.cpu.simd import load_f32, load_i64, reduce_add, splat, store_f32, vadd, vload, vmul, vstore
+from interlock.kernels.cpu.norm import rms_scale
+from interlock.kernels.cpu.simd import load_f32, load_f64, load_i32, load_i64, reduce_add, splat, store_f32, vadd, vload, vmul, vstore
 from interlock.kernels.cpu.tiles import FOUR_BITS, SUMS_BYTES, TileShape, chunk_bytes, input_scales, make_tile, prefetch_first, tile_shapes
 from interlock.kernels.cpu.vector_math import vsilu
 from interlock.kernels.formats import GROUP, INPUT_BLOCK_BYTES, LANES, PANEL, TOTALS_BYTES, group_nbytes
+from interlock.kernels.slot import LOGITS_INDICES
 
 _PANEL_BYTES = 4 * PANEL  # one row of totals
 
@@ -42,6 +45,8 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
         out, out_stride, residual = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         rows, n, k = load_i64(slot + 8 * load_i64(args + 48)), load_i64(args + 56), load_i64(args + 64)
         totals = load_i64(args + 72) + thread_id * load_i64(args + 80)
+        norm, eps = load_i64(args + 88), np.float32(load_f64(args + 96))
+        indices = load_i64(slot + 8 * LOGITS_INDICES) if load_i64(args + 104) else 0
         inputs = totals + TOTALS_BYTES
         groups = (k + GROUP - 1) // GROUP
         panels = (n + panel_outputs - 1) // panel_outputs
@@ -53,7 +58,7 @@ def _product(fmt: Any, panel_outputs: int, store: Any) -> Callable[..., None]:
             row, chunk = 0, inputs
             while row < count:
                 height = tile_rows(count - row)
-                fill_inputs(x + (first + row) * x_stride, x_stride, min(height, count - row), height, k, groups, chunk)
+                fill_inputs(x, x_stride, indices, first + row, min(height, count - row), height, k, groups, chunk, norm, eps)
                 row += height
                 chunk += groups * (height * GROUP * 4 + SUMS_BYTES)
             for panel in range(begin, end):
@@ -116,26 +121,28 @@ def _tile_runner(fmt: Any) -> tuple[Any, Any]:
 
 
 def _input_filler(fmt: Any) -> Any:
-    """`fill(x, x_stride, live, height, k, groups, chunk)`: the group chunks of one tile from its live rows; the others are zero."""
+    """`fill(x, x_stride, indices, first, live, height, k, groups, chunk, norm, eps)`: the group chunks of one tile from its live rows,
+    normalised if `norm` is not 0; the other rows are zero."""
     scaled = fmt in FOUR_BITS
 
     @njit(error_model="numpy")
-    def fill(x, x_stride, live, height, k, groups, chunk):
+    def fill(x, x_stride, indices, first, live, height, k, groups, chunk, norm, eps):
         group_bytes = height * GROUP * 4 + SUMS_BYTES
         for row in range(height):
+            source = x + x_stride * (np.int64(load_i32(indices + 4 * (first + row))) if indices != 0 and row < live else first + row)
+            scale = rms_scale(source, k, eps) if norm != 0 and row < live else np.float32(1.0)
             for group in range(groups):
                 to = chunk + group * group_bytes
                 here = to + row * GROUP * 4
-                source = x + row * x_stride + group * GROUP * 4
                 if row >= live:
                     vstore(here, splat(np.float32(0.0)))
                     vstore(here + 4 * LANES, splat(np.float32(0.0)))
                 elif (group + 1) * GROUP > k:
                     for i in range(GROUP):
-                        store_f32(here + 4 * i, load_f32(source + 4 * i) if group * GROUP + i < k else np.float32(0.0))
+                        store_f32(here + 4 * i, _element(source, group * GROUP + i, scale, norm) if group * GROUP + i < k else np.float32(0.0))
                 else:
-                    vstore(here, vload(source))
-                    vstore(here + 4 * LANES, vload(source + 4 * LANES))
+                    vstore(here, _elements(source, group * GROUP, scale, norm))
+                    vstore(here + 4 * LANES, _elements(source, group * GROUP + LANES, scale, norm))
                 if scaled:
                     low, high = vload(here), vload(here + 4 * LANES)
                     store_f32(to + height * GROUP * 4 + 4 * row, reduce_add(vadd(low, high)))
@@ -143,6 +150,24 @@ def _input_filler(fmt: Any) -> Any:
                     vstore(here + 4 * LANES, vmul(high, input_scales()))
 
     return fill
+
+
+@njit(error_model="numpy")
+def _elements(source, i, scale, norm):
+    """Inputs i to i + 15 of a row."""
+    value = vload(source + 4 * i)
+    if norm != 0:
+        value = vmul(vmul(value, splat(scale)), vload(norm + 4 * i))
+    return value
+
+
+@njit(error_model="numpy")
+def _element(source, i, scale, norm):
+    """Input i of a row."""
+    value = load_f32(source + 4 * i)
+    if norm != 0:
+        value = value * scale * load_f32(norm + 4 * i)
+    return value
 
 
 @njit(error_model="numpy")
