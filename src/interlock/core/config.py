@@ -67,6 +67,8 @@ class EngineConfig:
     model: 'smollm2' (the embedded model), a GGUF file, or a Hugging Face directory. dtype: how float weights are held
     ('auto' keeps the checkpoint's; quantised weights always stay as they are). kv_cache_memory_bytes: size of the KV pool.
     kv_load_wait: force one rung of the ladder. kv_load_timeout: the deadline of one load.
+    data_parallel_size: engines (ranks) with the same model, of which this is number `data_parallel_rank`. data_parallel_lockstep: they
+    make their steps together, with one collective each; rank 0 listens for the others at data_parallel_master_ip and _port.
     """
 
     model: str
@@ -87,6 +89,11 @@ class EngineConfig:
     kv_load_wait: KVLoadWait = "auto"
     kv_load_timeout: float = 10.0
     max_sync_load_seconds: float | None = None
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_lockstep: bool = False
+    data_parallel_master_ip: str = "127.0.0.1"
+    data_parallel_master_port: int = 29500
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -98,6 +105,12 @@ class EngineConfig:
             raise ConfigError(f"cudagraph_mode is {self.cudagraph_mode!r}, expected one of {[m.name for m in CUDAGraphMode]}")
         for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1), ("kv_cache_memory_bytes", 1), ("seed", 0)):
             _check_at_least(name, getattr(self, name), low)
+        for name, low in (("data_parallel_size", 1), ("data_parallel_rank", 0), ("data_parallel_master_port", 1)):
+            _check_at_least(name, getattr(self, name), low)
+        if self.data_parallel_rank >= self.data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_rank is {self.data_parallel_rank}, expected less than data_parallel_size, which is {self.data_parallel_size}"
+            )
         for name in ("max_model_len", "threads"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)

@@ -49,3 +49,7 @@ class KVLoadError(KVTransferError):
 
 class LifecycleError(InterlockError, RuntimeError):
     """A connector step was driven out of order (double finish, finish without begin, leaked step, no forward context)."""
+
+
+class DataParallelError(InterlockError, RuntimeError):
+    """The ranks of a data-parallel engine did not come together, or one of them is gone."""

@@ -17,6 +17,7 @@ from interlock.engine.request import Request
 from interlock.engine.scheduler import Scheduler
 from interlock.kv_transfer.connector import KVConnector, KVConnectorRole
 from interlock.kv_transfer.registry import create_connector
+from interlock.runner.data_parallel import Lockstep, join_lockstep
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,12 +51,14 @@ class Runner(Protocol):
 class EngineCore:
     """Requests in, deltas out. One thread drives it. `progress(what, done, total)` is called during the start.
 
-    A step that fails in a kernel ends its requests with 'error', and the engine goes on.
+    A step that fails in a kernel ends its requests with 'error', and the engine goes on. A rank that runs in lockstep with others has a
+    `lockstep`; it then also steps, without tokens if need be, while another rank has requests.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None, *, connector: KVConnector | None = None, progress: Progress | None = None):
         self.config = config
-        self.runner: Runner = runner if runner is not None else _make_runner(config, progress)
+        self.lockstep = join_lockstep(config)
+        self.runner: Runner = runner if runner is not None else _make_runner(config, progress, self.lockstep)
         self.tokenizer = self.runner.tokenizer
         self.max_model_len = self.runner.max_model_len
         if connector is None and config.kv_transfer_config is not None:
@@ -111,7 +114,9 @@ class EngineCore:
         return self.scheduler.abort_request(request_id) is not None
 
     def step(self) -> list[RequestDelta]:
-        """Run one step. Call it while `has_work`; a step without tokens serves the connector alone."""
+        """Run one step. Call it while `has_work`; a step without tokens serves the connector alone, or keeps pace with the other ranks."""
+        if self.lockstep is not None:
+            self.lockstep.begin_step(self.scheduler.has_unfinished_requests)
         output = self.scheduler.schedule()
         self.num_scheduled_tokens = output.total_num_scheduled_tokens
         try:
@@ -136,7 +141,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step is wanted, be it only to notice the end of leases and transfers."""
-        return self.scheduler.has_work
+        has_work = self.scheduler.has_work
+        return has_work if self.lockstep is None else self.lockstep.wants_step(has_work)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -157,6 +163,8 @@ class EngineCore:
         if self._connector is not None:
             self._connector.shutdown()
         self.runner.shutdown()
+        if self.lockstep is not None:
+            self.lockstep.close()
 
     def _delta(self, request: Request) -> RequestDelta:
         fresh = request.take_new_tokens()
@@ -178,7 +186,7 @@ class EngineCore:
         )
 
 
-def _make_runner(config: EngineConfig, progress: Progress | None) -> Runner:
+def _make_runner(config: EngineConfig, progress: Progress | None, lockstep: Lockstep | None) -> Runner:
     from interlock.runner.model_runner import ModelRunner  # an engine with a runner of its own needs no kernels
 
-    return ModelRunner(config, progress=progress)
+    return ModelRunner(config, progress=progress, group=lockstep)

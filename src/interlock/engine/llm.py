@@ -39,6 +39,9 @@ class LLM:
     """An engine in this process. Options are those of `EngineConfig`; `cudagraph_mode` may be a name, `kv_transfer_config` an object or
     its JSON text. `progress(what, done, total)` is called during the start. Use it as a context manager, or call `close`.
 
+    With `data_parallel_size` > 1 it is one rank of several (see `engine.data_parallel`). In lockstep each call of `generate`, `stream` or
+    `chat` is made on every rank, with an own, maybe empty, list of prompts, and ends when no rank has requests.
+
     Raises ConfigError for an unknown or unusable option, CheckpointError for a model that cannot be loaded.
     """
 
@@ -134,6 +137,15 @@ class LLM:
         """Check all prompts, then put all into the engine; on an error none stays there."""
         if self._closed:
             raise RequestError("the LLM is closed, expected an open one; make a new one")
+        if self.core.lockstep is not None:
+            self.core.lockstep.join_next()
+        try:
+            return self._admit(prompts, sampling_params)
+        except RequestError:
+            self._keep_pace()
+            raise
+
+    def _admit(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
         listed = _as_list(prompts)
         params = _params_for(listed, sampling_params)
         tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
@@ -174,6 +186,12 @@ class LLM:
                 self._step()  # tells the connector, and through it the peers, what has ended
         finally:
             self._abort(started)
+            self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Step while other ranks count on it."""
+        while self.core.lockstep is not None and self.core.lockstep.must_step:
+            self._step()
 
     def _next_deltas(self, owners: Collection[str]) -> list[RequestDelta]:
         """What comes next for `owners`. A step serves all iterators; what it gives to others is kept for them."""
@@ -185,7 +203,8 @@ class LLM:
 
     def _step(self) -> None:
         self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
-        if not self.core.num_scheduled_tokens and not self._kept:
+        others_busy = self.core.lockstep is not None and self.core.lockstep.others_busy
+        if not self.core.num_scheduled_tokens and not self._kept and not others_busy:
             time.sleep(_IDLE_SECONDS)
 
     def _abort(self, started: list[PromptSamples]) -> None:

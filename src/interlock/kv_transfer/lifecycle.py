@@ -16,6 +16,7 @@ from interlock.core.config import KVCacheConfig, KVLoadWait
 from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import AttentionMetadata, CUDAGraphMode, ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
+from interlock.graphs.stream import Event
 from interlock.kv_transfer.connector import KVConnector
 from interlock.kv_transfer.ledger import Ledger
 
@@ -85,7 +86,8 @@ class KVStepDriver:
     kv_caches: per layer name, in layer order, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
     load_timeout: seconds from the start of a step to the deadline of its loads. modes: the run-time modes that steps may have,
     checked against `kv_load_wait` now rather than in the middle of a step. synchronize: returns when every kernel launched so far
-    has run; called before `save_kv_layer` of a connector that saves layers.
+    has run; called before `save_kv_layer` of a connector that saves layers. record: an event for all that is launched so far; loads
+    start only after what was launched before their step has run, since it may still write their blocks.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class KVStepDriver:
         kv_load_wait: KVLoadWait,
         modes: Iterable[CUDAGraphMode],
         synchronize: Callable[[], None],
+        record: Callable[[], Event] | None = None,
     ) -> None:
         for mode in modes:
             choose_rung(mode, connector, kv_load_wait)
@@ -109,6 +112,7 @@ class KVStepDriver:
         self.load_timeout = load_timeout
         self.kv_load_wait: KVLoadWait = kv_load_wait
         self.synchronize = synchronize
+        self.record = record
         self.bytes_per_layer_token = kv_cache_config.block_bytes // kv_cache_config.block_size
         self._open: KVStep | None = None
         self._disabled = False
@@ -210,9 +214,12 @@ class KVStep:
         self._batch = input_batch
         self._connector.handle_preemptions(scheduler_output.kv_connector_metadata)
         self._connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
+        earlier = self._driver.record() if self._driver.record is not None else None
         self._ledger.open_step(self.context.step, scheduler_output.load_promises, self._driver.load_timeout)
 
         def start() -> None:
+            if earlier is not None:
+                earlier.wait()
             self._connector.start_load_kv(
                 self.context,
                 scheduler_output=scheduler_output,
@@ -272,6 +279,15 @@ class KVStep:
                 self._abort_loads()
                 break
         wait(None)
+
+    def wait_layers(self, layers: Iterable[int]) -> None:
+        """For what runs behind the model and has layers of its own (drafting): returns when the loads of `layers` have ended."""
+        self._require_open("wait_layers")
+        for layer in layers:
+            if self._gated:
+                self._ledger.wait_layer(self.context.step, layer)
+            else:
+                self.before_layer(layer)
 
     def post_forward(self, finished_req_ids: frozenset[str]) -> KVConnectorOutput:
         """After everything that writes KV in this step has run, drafts included. Ends the step."""
@@ -425,6 +441,9 @@ class InertKVStep:
     def wait_forward(self, wait: Callable[[float | None], bool]) -> None:
         """See `KVStep.wait_forward`."""
         wait(None)
+
+    def wait_layers(self, layers: Iterable[int]) -> None:
+        """Nothing is loaded."""
 
     def post_forward(self, finished_req_ids: frozenset[str]) -> None:
         """No report."""

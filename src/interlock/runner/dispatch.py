@@ -1,22 +1,12 @@
 """Which captured shape and which mode a step runs under, agreed by all data-parallel ranks in the step's one collective."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from interlock.core.forward_context import BatchDescriptor, CUDAGraphMode, DPMetadata
+from interlock.runner.data_parallel import DataParallelGroup
 
 # From the most conservative mode to the least: the ranks run under the lowest that any of them needs.
 _MODE_ORDER = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
-
-
-class DataParallelGroup(Protocol):
-    """The ranks that agree on each step. `all_gather` is a collective: every rank calls it exactly once per step."""
-
-    size: int
-
-    def all_gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The values of all ranks, in rank order."""
-        ...
 
 
 class Dispatcher:
@@ -36,12 +26,18 @@ class Dispatcher:
         for size in self._sizes:
             for uniform in (True, False):
                 descriptor = self._local(size, uniform)
+                if self._group is not None and descriptor.cg_mode is CUDAGraphMode.FULL:
+                    found.add(self._padded(size, uniform, CUDAGraphMode.PIECEWISE))  # another rank may need it
                 if descriptor.cg_mode is not CUDAGraphMode.NONE:
                     found.add(descriptor)
         return sorted(found, key=lambda d: (-d.num_tokens, d.uniform, d.cg_mode.name))
 
     def dispatch(self, num_tokens: int, uniform: bool) -> tuple[BatchDescriptor, DPMetadata | None]:
-        """The descriptor of a batch of `num_tokens` live rows; `uniform` says that every query has length 1."""
+        """The descriptor of a batch of `num_tokens` live rows; `uniform` says that every query has length 1.
+
+        A batch without tokens asks for nothing: it is as uniform as the others' batches are.
+        """
+        uniform = uniform or num_tokens == 0
         local = self._local(num_tokens, uniform)
         if self._group is None:
             return local, None

@@ -63,4 +63,5 @@ def create_kv_driver(
         kv_load_wait=config.kv_load_wait,
         modes={mode.decode_mode(), mode.mixed_mode()},
         synchronize=stream.synchronize,
+        record=stream.record,
     )
