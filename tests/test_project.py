@@ -64,7 +64,7 @@ def test_the_architecture_page_names_each_source_file() -> None:
             continue
         if f"`{'/'.join(relative.parts[1:])}`" not in sections.get(relative.parts[0], ""):
             missing.append(str(relative))
-    assert missing == []
+    assert missing == [], "add a line for each of these files to docs/architecture.md"
 
 
 def _normalized(name: str) -> str:
