@@ -25,7 +25,7 @@ def test_messages_arrive_whole_in_order_and_with_their_types() -> None:
 def test_logprobs_keep_every_bit() -> None:
     here, there = socket.socketpair()
     values = [-0.0, -1e-300, float("-inf"), -0.1]
-    sent = Finished("r", [1], [2], "x", "stop", [[(7, value) for value in values]], {"FULL": 1}, 0.1, 0.2, 5, 0.0, 0)
+    sent = Finished("r", [1], [2], "x", "stop", [[(7, value) for value in values]], {"FULL": 1}, 0.1, 5, 0.0, 0)
     Channel(here, ToEngine).send(sent)
     received = Channel(there, FromEngine).receive()
     assert [float.hex(value) for _, value in received.logprobs[0]] == [float.hex(value) for value in values]

@@ -18,7 +18,8 @@ class PeerProcess:
 
     def __init__(self, python: Path, model: str, threads: int) -> None:
         command = [str(python), str(SCRIPT), model, str(threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # In a group of its own, so that an interrupt from a terminal reaches us alone; it ends when its input closes.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
         hello = self._read()
         self.name: str = hello["name"]
         self.version: str = hello["version"]

@@ -172,6 +172,7 @@ def _as_json(result: HandOff) -> dict[str, Any]:
             "kv_bytes_moved": done.kv_bytes_loaded,
             "cudagraph_modes": done.modes,
             "load_wait_seconds": done.load_wait_seconds,
+            "num_failed_loads": done.num_failed_loads,
             "time_to_first_token": done.ttft_seconds,
             "time_to_first_token_recomputed": again.ttft_seconds if again else None,
             "tokens_equal_to_single_process": result.same_tokens,

@@ -45,11 +45,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Engine process: requests may come. `seconds` since the process began; `has_chat_template` of the model's tokenizer."""
-
-    seconds: float
-    max_model_len: int
-    has_chat_template: bool
+    """Engine process: requests may come."""
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -74,7 +70,6 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     logprobs: list[list[tuple[int, float]]]
     modes: dict[str, int]
     ttft_seconds: float
-    total_seconds: float
     kv_bytes_loaded: int
     load_wait_seconds: float
     num_failed_loads: int

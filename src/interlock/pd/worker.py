@@ -111,8 +111,7 @@ class EngineServer:
 
 def _finished(running: _Running, delta: RequestDelta) -> Finished:
     request, metrics = running.request, running.request.metrics
-    now = time.monotonic()
-    first = metrics.first_token_time if metrics.first_token_time is not None else now
+    first = metrics.first_token_time if metrics.first_token_time is not None else time.monotonic()
     return Finished(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -122,7 +121,6 @@ def _finished(running: _Running, delta: RequestDelta) -> Finished:
         logprobs=[list(zip(position.token_ids, position.logprobs, strict=True)) for position in request.logprobs],
         modes=dict(metrics.cudagraph_modes),
         ttft_seconds=first - running.arrival,
-        total_seconds=now - running.arrival,
         kv_bytes_loaded=metrics.loaded_bytes,
         load_wait_seconds=metrics.load_wait_seconds,
         num_failed_loads=metrics.num_failed_loads,
@@ -132,7 +130,6 @@ def _finished(running: _Running, delta: RequestDelta) -> Finished:
 
 def main() -> None:
     """Run one engine process: `worker NAME FD`, where FD is our end of the parent's socket pair."""
-    begin = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     channel = Channel(socket.socket(fileno=int(sys.argv[2])), ToEngine)
     inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -141,8 +138,7 @@ def main() -> None:
         start = inbox.get()[1]
         assert isinstance(start, Start)
         with LLM(**start.engine, progress=lambda stage, done, total: channel.send(Progress(stage, done, total))) as llm:
-            template = llm.core.tokenizer is not None and llm.core.tokenizer.has_chat_template
-            channel.send(Ready(time.monotonic() - begin, llm.core.max_model_len, template))
+            channel.send(Ready())
             EngineServer(llm, channel, inbox).serve()
     except (BrokenPipeError, ConnectionResetError):
         _end()
