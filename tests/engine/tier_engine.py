@@ -49,7 +49,8 @@ def open_engine(
     model: str, connector: str, extra: dict[str, Any], num_blocks: int = 20, transfer: dict[str, Any] | None = None, **options: Any
 ) -> LLM:
     config = {"kv_connector": connector, "kv_connector_extra_config": extra, **(transfer or {})}
-    return LLM(model, kv_transfer_config=config, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **{**OPTIONS, **options})
+    options = {**OPTIONS, "max_model_len": min(128, 8 * num_blocks), **options}
+    return LLM(model, kv_transfer_config=config, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **options)
 
 
 def drain(llm: LLM) -> None:

@@ -89,7 +89,8 @@ class BlockFiles:
             os.utime(path)
             return
         self._make_room()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (path.parent.parent, path.parent):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.temporary_path(path)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -133,14 +133,13 @@ class CopyThread:
 
 
 class HostTierWorker:
-    """The memory of the slots, a slot's layers side by side, and the copies. `copy(descriptors, abort)`: as `graphs.copy.copy_list`."""
+    """The memory of the slots, a slot's layers side by side, and the copies. memory: uint8 [num_slots, num_layers, block bytes]."""
 
-    def __init__(self, config: KVCacheConfig, num_slots: int, copy: Callable[[npt.NDArray[np.int64], Buffer], int] = copy_list) -> None:
+    def __init__(self, config: KVCacheConfig, num_slots: int) -> None:
         self.reports = TierReports()
-        self._copy = copy
         self._block_bytes = config.block_bytes
         self._num_layers = config.num_layers
-        self._memory = Buffer.zeros((num_slots * config.num_layers * config.block_bytes,), "uint8")
+        self.memory = Buffer.zeros((num_slots, config.num_layers, config.block_bytes), "uint8")
         self._layer_addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._stop = Buffer.zeros((1,), "int64")
         self._lock = Lock()
@@ -213,7 +212,7 @@ class HostTierWorker:
         blocks = np.array(load.block_ids[:count], np.int64)
         slots = np.array([place for place in load.places[:count] if place is not None], np.int64)
         for layer in range(self._num_layers):
-            stopped = self._copy(self._descriptors(layer, blocks, slots, load=True), abort) < count
+            stopped = copy_list(self._descriptors(layer, blocks, slots, load=True), abort) < count
             if transfers:
                 ledger.end_transfer(transfers[layer], "the load was stopped" if stopped else None)
             if stopped:
@@ -228,7 +227,7 @@ class HostTierWorker:
         stored = False
         try:
             stored = all(
-                self._copy(self._descriptors(layer, blocks, slots, load=False), self._stop) == len(saves) for layer in range(self._num_layers)
+                copy_list(self._descriptors(layer, blocks, slots, load=False), self._stop) == len(saves) for layer in range(self._num_layers)
             )
         except Exception:
             logger.exception("blocks could not be saved to host memory")
@@ -249,7 +248,7 @@ class HostTierWorker:
 
     def _descriptors(self, layer: int, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, load: bool) -> npt.NDArray[np.int64]:
         in_pool = self._layer_addresses[layer] + blocks * self._block_bytes
-        in_tier = self._memory.address + (slots * self._num_layers + layer) * self._block_bytes
+        in_tier = self.memory.address + (slots * self._num_layers + layer) * self._block_bytes
         size = np.full(len(blocks), self._block_bytes, np.int64)
         return np.stack([in_pool, in_tier, size] if load else [in_tier, in_pool, size], axis=1)
 

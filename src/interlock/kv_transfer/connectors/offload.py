@@ -1,6 +1,6 @@
 """The offload connector: a tier in host memory behind the block pool, for blocks that the pool has no room to keep."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.connector import KVConnectorRole
@@ -14,6 +14,8 @@ class OffloadConnector(TierConnector):
     memory (required), and async_load_bytes (16 MiB)."""
 
     default_async_load_bytes = 16 * 2**20
+    index_class: ClassVar[type[HostIndex]] = HostIndex
+    worker_class: ClassVar[type[HostTierWorker]] = HostTierWorker
 
     def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
         """See `TierConnector.make_half`."""
@@ -24,5 +26,5 @@ class OffloadConnector(TierConnector):
         if num_slots < 1:
             raise ConfigError(f"cpu_bytes is {cpu_bytes}, expected at least {block_bytes}, the size of one block of all layers")
         if self.role is KVConnectorRole.SCHEDULER:
-            return HostIndex(num_slots), None
-        return None, HostTierWorker(self.kv_cache_config, num_slots)
+            return self.index_class(num_slots), None
+        return None, self.worker_class(self.kv_cache_config, num_slots)

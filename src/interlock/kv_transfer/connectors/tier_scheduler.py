@@ -149,7 +149,7 @@ class TierSchedulerHalf:
             held = self._saves[save_id]
             self._reading.discard(save_id)
             self._release(held)
-        for save_id, stored in meta.stored:
+        for save_id, stored in sorted(meta.stored, reverse=True):  # the head of a prefix last: it is worth more than its tail
             held = self._saves.pop(save_id)
             self.index.commit(held.key, held.place, stored)
         for ended in meta.loads:

@@ -1,0 +1,191 @@
+"""Tiers and a remote side under the test's control, and negative controls; the engine makes them by name, so the test's strings are here."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from shelf_connector import POISON, ShelfConnector
+
+from interlock.core.forward_context import ForwardContext
+from interlock.kv_transfer.clock import VirtualClock
+from interlock.kv_transfer.connectors.block_files import BlockFiles
+from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker
+from interlock.kv_transfer.connectors.offload import OffloadConnector
+from interlock.kv_transfer.connectors.storage import StorageConnector
+from interlock.kv_transfer.connectors.tier_messages import TierLoad, TierSave
+from interlock.kv_transfer.ledger import Ledger
+
+
+class HeldWorker(HostTierWorker):
+    """Loads and saves that have been ordered wait until the test lets them go on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.hold_loads = self.hold_saves = False
+        self.held_loads: list[tuple[TierLoad, int, Ledger]] = []
+        self.held_saves: list[TierSave] = []
+        self.loads: list[TierLoad] = []
+
+    def load(self, load: TierLoad, step: int, ledger: Ledger) -> None:
+        self.loads.append(load)
+        if self.hold_loads:
+            self.held_loads.append((load, step, ledger))
+        else:
+            super().load(load, step, ledger)
+
+    def save(self, saves: Sequence[TierSave]) -> None:
+        if self.hold_saves:
+            self.held_saves += saves
+        else:
+            super().save(saves)
+
+    def release(self) -> None:
+        self.hold_loads = self.hold_saves = False
+        for held in self.held_loads:
+            super().load(*held)
+        if self.held_saves:
+            super().save(self.held_saves)
+        self.held_loads, self.held_saves = [], []
+
+
+class ForgetfulIndex(HostIndex):
+    """A key that the test names is gone when its place is asked for, once."""
+
+    gone: bytes | None = None
+
+    def places(self, keys: Sequence[bytes]) -> list[int | None]:
+        gone, ForgetfulIndex.gone = ForgetfulIndex.gone, None if ForgetfulIndex.gone in keys else ForgetfulIndex.gone
+        return [None if key == gone else place for key, place in zip(keys, super().places(keys), strict=True)]
+
+
+class PinlessIndex(HostIndex):
+    """The negative control: what is being loaded may be taken for something else."""
+
+    def pin(self, keys: Sequence[bytes]) -> None: ...
+
+    def unpin(self, keys: Sequence[bytes]) -> None: ...
+
+
+class HeldOffload(OffloadConnector):
+    index_class = ForgetfulIndex
+    worker_class = HeldWorker
+
+
+class PinlessOffload(HeldOffload):
+    index_class = PinlessIndex
+
+
+class HolderOfNothing:
+    """A pool that lets blocks go while they are read."""
+
+    def quarantine(self, block_ids: Sequence[int], owner: str) -> None: ...
+
+    def release_quarantine(self, block_ids: Sequence[int], owner: str) -> None: ...
+
+
+class CarelessOffload(HeldOffload):
+    """The negative control: blocks that are being saved are not held."""
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        super().bind_block_pool(HolderOfNothing())
+
+
+class HastyRequest:
+    """A request as it looks to somebody who takes every allocated block for one with KV."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    @property
+    def num_published_blocks(self) -> int:
+        return min(len(self._request.block_ids), len(self._request.block_hashes))
+
+
+class HastyOffload(CarelessOffload):
+    """The negative control: saves what has been allocated, not what has landed (with the blocks held, the pool itself objects)."""
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        super().update_state_after_alloc(HastyRequest(request), block_ids, num_external_tokens)
+
+
+class PuppetRemote(ShelfConnector):
+    """An asynchronous remote side: its blocks hold poison until the test lands them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.held: dict[str, Any] = {}
+        self.lands = False
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        for req_id, (block_ids, start, stop) in orders.loads.items():
+            for layer in self.layers:
+                layer[block_ids[start // self.block_size : -(-stop // self.block_size)]] = POISON
+            self.held[req_id] = (block_ids, start, stop, orders.saves[f"tokens {req_id}"][1])
+
+    def get_finished(self, finished_req_ids: frozenset[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.lands:
+            for req_id, load in self.held.items():
+                self._load(*load)
+                self.loaded.add(req_id)
+            self.held = {}
+        return super().get_finished(finished_req_ids)
+
+
+class Faults:
+    """What happens to the read of one file. path: which; the fault is made once, when it is read."""
+
+    path: str | None = None
+    kind: str = ""
+    hanging = threading.Event()
+    go_on = threading.Event()
+    reads: list[str]  # names of files that were read well
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.path, cls.kind, cls.reads = None, "", []
+        cls.hanging, cls.go_on = threading.Event(), threading.Event()
+
+
+class FaultyFiles(BlockFiles):
+    """Files to which `Faults` happen."""
+
+    def read_bytes(self, path: Any) -> bytearray:
+        if str(path) == Faults.path:
+            Faults.path = None
+            if Faults.kind == "deleted":
+                path.unlink()
+            elif Faults.kind == "truncated":
+                with path.open("r+b") as file:
+                    file.truncate(self.file_bytes // 2)
+            elif Faults.kind == "flipped":
+                data = bytearray(path.read_bytes())
+                data[-5] ^= 0x40
+                path.write_bytes(data)
+            elif Faults.kind == "EIO":
+                raise OSError(5, "Input/output error", str(path))
+            elif Faults.kind == "hangs":
+                Faults.hanging.set()
+                Faults.go_on.wait(60)
+        data = super().read_bytes(path)
+        Faults.reads.append(path.name)
+        return data
+
+
+class FaultyStorage(StorageConnector):
+    clock = VirtualClock()
+    files_class = FaultyFiles
+
+
+class TrustingFiles(FaultyFiles):
+    """The negative control: what has the right size is taken as it is."""
+
+    def _holds(self, data: bytearray, key: bytes) -> bool:
+        return len(data) == self.file_bytes
+
+
+class TrustingStorage(FaultyStorage):
+    files_class = TrustingFiles
