@@ -38,20 +38,23 @@ class DataParallelGroup(Protocol):
 class GlooGroup:
     """A group over gloo. Rank 0 listens at `address`:`port`; all ranks come together when they make their object.
 
-    options: what all ranks must have in common, by name; a difference is a ConfigError on every rank but 0, with both values.
+    options: what all ranks must have in common, by name; a difference is a ConfigError that names both values.
     Raises DataParallelError if the ranks do not come together.
     """
 
     def __init__(self, rank: int, size: int, address: str, port: int, *, options: Mapping[str, str] | None = None) -> None:
-        torch: Any = importlib.import_module("torch")
-        dist: Any = importlib.import_module("torch.distributed")
+        try:
+            torch: Any = importlib.import_module("torch")
+            dist: Any = importlib.import_module("torch.distributed")
+        except ImportError:
+            raise ConfigError("data_parallel_lockstep needs PyTorch, which is not installed; run pip install 'interlock[torch]'") from None
         self.rank = rank
         self.size = size
         self._torch = torch
         self._broken: str | None = None
         try:
             store = dist.TCPStore(address, port, size, rank == 0, timeout=timedelta(seconds=START_SECONDS))
-            _compare_options(store, rank, options or {})
+            _compare_options(store, rank, size, options or {})
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=STEP_SECONDS))
         except RuntimeError as error:
             raise DataParallelError(
@@ -74,11 +77,6 @@ class GlooGroup:
             raise DataParallelError(f"data-parallel rank {self.rank} lost another rank: {self._broken}; restart all ranks") from None
         self._broken = None
         return [row.tolist() for row in gathered]
-
-    @property
-    def num_collectives(self) -> int:
-        """Collectives that this rank has made, as gloo counts them."""
-        return int(self._group._get_sequence_number_for_group())
 
     def close(self) -> None:
         """Leave the group; the other ranks notice at their next collective. May be called twice."""
@@ -190,15 +188,18 @@ def _wait(work: Any) -> None:
                 raise
 
 
-def _compare_options(store: Any, rank: int, options: Mapping[str, str]) -> None:
-    """Every rank holds its options against those of rank 0."""
+def _compare_options(store: Any, rank: int, size: int, options: Mapping[str, str]) -> None:
+    """Every rank holds its options against those of all others."""
+    store.set(f"options/{rank}", json.dumps(dict(options)))
+    others = {other: json.loads(store.get(f"options/{other}")) for other in range(size) if other != rank}
+    store.set(f"compared/{rank}", "")
     if rank == 0:
-        store.set("options", json.dumps(dict(options)))
-        return
-    first = json.loads(store.get("options"))
-    for name, value in options.items():
-        if first.get(name) != value:
-            raise ConfigError(f"{name} is {value} on data-parallel rank {rank} and {first.get(name)} on rank 0, expected the same on all ranks")
+        for other in others:
+            store.get(f"compared/{other}")  # the store goes with rank 0, which therefore is the last to look at it
+    for other, theirs in others.items():
+        for name, value in options.items():
+            if theirs.get(name) != value:
+                raise ConfigError(f"{name} is {value} on data-parallel rank {rank} and {theirs.get(name)} on rank {other}, expected the same on all")
 
 
 def _first_line(error: BaseException) -> str:
