@@ -1,7 +1,7 @@
 """What goes wrong with host tiers in the field, each with a negative control where it is about ordering."""
 
-import shelf_connector
 import pytest
+import shelf_connector
 from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone
 
 from checkpoints import make_tiny_llama
@@ -74,7 +74,7 @@ def evict_under_a_queued_load(llm):
     """A's load is looked up and queued; six other blocks are stored; then it lands. Returns A's tokens."""
     llm.generate([A], GREEDY)
     forget_local(llm)
-    index, worker = halves(llm)
+    _, worker = halves(llm)
     worker.hold_loads = True
     request = start(llm, A)
     step_until(llm, lambda: worker.held_loads)
