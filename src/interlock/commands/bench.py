@@ -9,12 +9,13 @@ from rich.console import Console
 
 from interlock.core.errors import ConfigError
 
-BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup")
+BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "overlap")
 
 
 def bench(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}, or all.")] = "all",
     json: Annotated[Path | None, typer.Option("--json", help="Write every run and the machine's description to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figures of 'overlap' to this file (.png or .svg).")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Counted runs of each side.")] = 5,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of each side.")] = 2,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Whether to alternate with llama.cpp, where it is installed.")] = True,
@@ -25,11 +26,14 @@ def bench(
     """
     if name != "all" and name not in BENCHMARKS:
         raise ConfigError(f"benchmark is {name!r}, expected one of {', '.join(BENCHMARKS)}, or all")
+    from interlock.bench.overlap_plot import check_plot, write_plot
     from interlock.bench.peer import PeerProcess, find_peer_python
     from interlock.bench.report import print_table, write_json
     from interlock.bench.session import Session
     from interlock.models.checkpoints import resolve_model
 
+    if plot is not None:
+        check_plot(plot)
     errors = Console(stderr=True, highlight=False)
     python = find_peer_python() if peer else None
     if peer and python is None:
@@ -47,3 +51,5 @@ def bench(
             print_table(Console(), figures, f"{opponent.name} ({opponent.version})" if opponent else "none")
             if json is not None:
                 write_json(json, figures, threads, rounds)
+            if plot is not None:
+                write_plot(plot, figures)
