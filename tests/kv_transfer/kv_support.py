@@ -77,6 +77,7 @@ class Request:
     num_computed_tokens: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
     finish_reason: str | None = None
+    block_ids: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

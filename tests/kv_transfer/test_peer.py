@@ -77,7 +77,7 @@ def wait_for_end_of_lease(producer, request_id):
 
 def test_a_repeated_notice_does_not_end_the_lease_of_a_later_request_of_the_same_id(engines):
     producer = engines()
-    leases = producer.worker._worker_half.producer.leases
+    leases = producer.worker._worker_half.leases
     for expected in ({"p"}, frozenset()):
         producer.prefill("p", TOKENS[:8], [1, 2])
         leases.done("p:1")
@@ -174,7 +174,7 @@ class TestFailures:
         producer, consumer = engines(), engines()
         params = producer.prefill("p", TOKENS[:8], [1, 2])
         producer.step()
-        producer.worker._worker_half.producer.leases.done("p:1")
+        producer.worker._worker_half.leases.done("p:1")
         producer.step()
         producer.step()
         assert "generation" in self.load_error(consumer, params)
@@ -245,7 +245,7 @@ def test_a_read_past_its_deadline_is_stopped_before_its_blocks_are_reported(engi
 
 def give_blocks_away(producer):
     """The lease ends, and another prompt overwrites the blocks."""
-    producer.worker._worker_half.producer.leases.done("p:1")
+    producer.worker._worker_half.leases.done("p:1")
     producer.step()
     producer.step()
     producer.fill(99)
@@ -297,7 +297,7 @@ def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
     producer, consumer = engines(connector=held), engines(connector=held)
     params = producer.prefill("p", TOKENS[:8], [1, 2])
     producer.step()
-    leases = producer.worker._worker_half.producer.leases
+    leases = producer.worker._worker_half.leases
     for _ in range(20):
         held.clock.advance(6.0)
         assert leases.extend(["p:1"])

@@ -20,8 +20,12 @@ from interlock.kv_transfer.handshake import PROTOCOL_VERSION, Done, Heartbeat, H
 from interlock.kv_transfer.leases import LeaseTable
 from interlock.kv_transfer.transports import channel as channel_module
 from interlock.kv_transfer.transports.channel import Channel, address, check_same_user
+from interlock.graphs.copy import copy_list
+from interlock.kv_transfer.transports.desk import PeerDesk
+from interlock.kv_transfer.transports.local import SharedMemoryTransport
 from interlock.kv_transfer.transports.peer_client import PeerPool
 from interlock.kv_transfer.transports.pool_server import PoolServer, make_welcome
+from interlock.kv_transfer.transports.transport import PeerAddress
 from interlock.kv_transfer.transports.shared_memory import ControlSegment, ReadOnlyMapping, allocate_pool
 
 CONFIG = kv_cache_config()
@@ -31,14 +35,15 @@ HELLO = Hello(version=PROTOCOL_VERSION, engine_id="consumer", pool=POOL)
 
 @pytest.fixture(scope="module")
 def served():
-    """`(engine_id, server, leases)`"""
+    """`(engine_id, desk, leases)`"""
     engine_id = f"test-{uuid.uuid4().hex}"
     pool = allocate_pool(CONFIG.layer_bytes * CONFIG.num_layers)
     control = ControlSegment(CONFIG.num_blocks, 5)
     leases = LeaseTable(MonotonicClock(), 30.0)
     offsets = [i * CONFIG.layer_bytes for i in range(CONFIG.num_layers)]
-    server = PoolServer(0, make_welcome(engine_id, 5, POOL, pool.buffer.nbytes, offsets), (pool.fd, control.fd), leases)
-    yield engine_id, server, leases
+    desk = PeerDesk(make_welcome(engine_id, 5, POOL, pool.buffer.nbytes, offsets), "shared_memory", leases)
+    server = PoolServer(engine_id, 0, (pool.fd, control.fd), desk)
+    yield engine_id, desk, leases
     server.close()
     control.close()
     pool.close()
@@ -52,8 +57,13 @@ def receive(channel):
     return channel.receive(10.0, lambda: False)
 
 
+def introduce(engine_id, description=POOL):
+    ours = msgspec.structs.replace(HELLO, pool=description)
+    return PeerPool(SharedMemoryTransport(copy_list), PeerAddress(engine_id), ours, None, 10.0, lambda: False)
+
+
 def assert_serves(engine_id):
-    pool = PeerPool(engine_id, 0, "consumer", POOL, 10.0, lambda: False)
+    pool = introduce(engine_id)
     assert pool.epoch == 5
     pool.close()
 
@@ -147,7 +157,7 @@ def test_a_pool_that_differs_is_refused_with_the_two_values(served, field, value
     before = server.refused
     theirs = msgspec.structs.replace(POOL, **{field: value})
     with pytest.raises(PeerMismatchError) as error:
-        PeerPool(engine_id, 0, "consumer", theirs, 10.0, lambda: False)
+        introduce(engine_id, theirs)
     assert field in str(error.value)
     assert repr(value) in str(error.value)
     assert repr(getattr(POOL, field)) in str(error.value)
@@ -156,7 +166,7 @@ def test_a_pool_that_differs_is_refused_with_the_two_values(served, field, value
 
 def test_block_size_and_number_of_blocks_may_differ(served):
     engine_id, _, _ = served
-    PeerPool(engine_id, 0, "consumer", msgspec.structs.replace(POOL, block_size=8, num_blocks=3), 10.0, lambda: False).close()
+    introduce(engine_id, msgspec.structs.replace(POOL, block_size=8, num_blocks=3)).close()
 
 
 def test_another_version_is_refused(served):

@@ -1,8 +1,11 @@
-"""What two engines tell each other before one reads the other's KV: typed messages, checked, never trusted.
+"""What two engines tell each other before, and while, KV moves between them: typed messages, checked, never trusted.
 
-A message that does not decode is refused by the receiver, which lives on.
+A message that does not decode is refused by the receiver, which lives on. With a shared secret both sides prove that they know it
+before anything else is said: `prove` over the nonces of both, which no recorded answer fits twice.
 """
 
+import hashlib
+import hmac
 from typing import Annotated
 
 import msgspec
@@ -11,13 +14,20 @@ from interlock.core.config import KVCacheConfig
 from interlock.core.errors import KVTransferError, PeerMismatchError
 from interlock.kv_transfer.references import MAX_EPOCH
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 LAYOUT = "LBKHSD"  # layer, block, key or value, head, slot, dimension
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_BLOCKS = 1 << 16  # of one announcement
+NONCE_BYTES = 32
 
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Stamp = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+_Position = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Blocks = Annotated[list[_Position], msgspec.Meta(max_length=MAX_BLOCKS)]
+_Address = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Proof = Annotated[bytes, msgspec.Meta(max_length=NONCE_BYTES)]
 
 
 class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,15 +45,34 @@ class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A consumer introduces itself."""
+    """An engine introduces itself. nonce: fresh random bytes, for the proof of a shared secret."""
 
     version: int
     engine_id: _Text
     pool: PoolDescription
+    transport: _Text = "shared_memory"
+    nonce: _Proof = b""
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
+    """Prove first that you know the secret, as `proof` shows that we do."""
+
+    nonce: _Proof
+    proof: _Proof
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
+    """The answer to a challenge."""
+
+    proof: _Proof
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The producer agrees; two descriptors come with it: the pool, and its control page. layer_offsets: bytes from the pool's start."""
+    """The engine agrees. layer_offsets: bytes from the pool's start.
+
+    Shared memory: two descriptors come with it, the pool and its control page. NIXL: `agent` is the agent's metadata, and the two
+    segments stand at these addresses of the engine.
+    """
 
     version: int
     engine_id: _Text
@@ -51,6 +80,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     pool: PoolDescription
     pool_bytes: _Bytes
     layer_offsets: Annotated[list[_Bytes], msgspec.Meta(max_length=4096)]
+    agent: Annotated[bytes, msgspec.Meta(max_length=1 << 19)] = b""
+    pool_address: _Address = 0
+    control_address: _Address = 0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -77,7 +109,67 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     request_id: _Text
 
 
-Message = Hello | Welcome | Refused | Heartbeat | Leases | Done
+class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
+    """WRITE mode: a consumer has allocated blocks for positions [start, stop) of `transfer_id` and wants them filled.
+
+    nonce: names this announcement, never used again; what is pushed carries it. engine_id, rank, epoch, host, port: where the blocks
+    are. block_ids: the first holds position `start`. token_digest: of tokens [0, stop).
+    """
+
+    transfer_id: _Text
+    nonce: _Stamp
+    engine_id: _Text
+    rank: _Position
+    epoch: _Stamp
+    host: _Text | None
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None
+    start: _Position
+    stop: _Position
+    block_ids: _Blocks
+    token_digest: _Text
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True, tag="announced"):
+    """The producer will push, now or when it has computed the prompt; or the reason why it will not."""
+
+    refusal: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+
+
+class Pushed(msgspec.Struct, frozen=True, kw_only=True, tag="pushed"):
+    """Positions [start, stop) of a layer are written. NIXL: into the announced blocks, and this arrives behind the last byte.
+    Shared memory: in the producer's blocks (the first holds position `start`), from where the consumer copies them. Not answered."""
+
+    transfer_id: _Text
+    nonce: _Stamp
+    layer: _Position
+    start: _Position
+    stop: _Position
+    block_ids: _Blocks = []
+    generations: Annotated[list[_Stamp], msgspec.Meta(max_length=MAX_BLOCKS)] = []
+
+
+class PushEnded(msgspec.Struct, frozen=True, kw_only=True, tag="push_ended"):
+    """The producer will push no more of it, and nothing that it has posted can write any more. Not answered."""
+
+    transfer_id: _Text
+    nonce: _Stamp
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """The consumer gives an announcement up."""
+
+    transfer_id: _Text
+    nonce: _Stamp
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag="cancelled"):
+    """Nothing that was posted for the announcement can write any more."""
+
+    nonce: _Stamp
+
+
+Message = Hello | Challenge | Proof | Welcome | Refused | Heartbeat | Leases | Done | Announce | Announced | Pushed | PushEnded | Cancel | Cancelled
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -94,6 +186,17 @@ def decode(data: bytes) -> Message:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KVTransferError(f"a peer sent {len(data)} bytes that are no message: {error}") from None
+
+
+def prove(secret: bytes, role: str, first_nonce: bytes, second_nonce: bytes, engine_id: str) -> bytes:
+    """HMAC-SHA256 that shows knowledge of `secret`; role: 'client' or 'server', so that neither side's proof serves as the other's."""
+    return hmac.new(secret, b"|".join((b"interlock", role.encode(), first_nonce, second_nonce, engine_id.encode())), hashlib.sha256).digest()
+
+
+def check_proof(theirs: bytes, secret: bytes, role: str, first_nonce: bytes, second_nonce: bytes, engine_id: str) -> None:
+    """Raises PeerMismatchError unless `theirs` is what `prove` gives. Takes the same time for every wrong proof."""
+    if len(first_nonce) != NONCE_BYTES or not hmac.compare_digest(theirs, prove(secret, role, first_nonce, second_nonce, engine_id)):
+        raise PeerMismatchError(f"engine {engine_id!r} does not prove that it knows our secret; give both engines the same 'secret'")
 
 
 def describe_pool(config: KVCacheConfig) -> PoolDescription:

@@ -27,7 +27,10 @@ class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: the life of the producer that gave it; generations: of each block, when it was given; token_digest: of the tokens at these
     positions; expiry: end of the lease in seconds of the host's monotonic clock, if it is not extended; request_id: the producer's
-    name for the lease.
+    name for the lease; host, port: where its side channel listens, None for an engine of this host that is found by its id.
+
+    push: the producer writes these positions into our blocks, under the transfer id `request_id`; there are no blocks to read then
+    (they may not be computed yet), `num_tokens` is the prompt's length, and `epoch` is 0.
     """
 
     engine_id: str
@@ -40,6 +43,9 @@ class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     token_digest: str
     expiry: float
+    host: str | None = None
+    port: int | None = None
+    push: bool = False
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -60,6 +66,31 @@ class _ProducerParams(msgspec.Struct, kw_only=True):
     remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     remote_epoch: Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
     remote_rank: _Count = 0
+    remote_host: _Text | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+class _PushParams(msgspec.Struct, kw_only=True):
+    """The fields that a consumer reads in WRITE mode; both legs may be sent at once, so nothing is known of the producer's blocks."""
+
+    transfer_id: _Text
+    remote_engine_id: _Text
+    remote_rank: _Count = 0
+    remote_host: _Text | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class _TransferId(msgspec.Struct, kw_only=True):
+    transfer_id: _Text | None = None
+
+
+def transfer_id_of(params: Mapping[str, Any] | None) -> str | None:
+    """The `transfer_id` of a WRITE hand-off, or None. Raises RequestError for one that cannot be used."""
+    try:
+        return msgspec.convert(dict(params or {}), _TransferId).transfer_id
+    except msgspec.ValidationError as error:
+        raise RequestError(f"kv_transfer_params cannot be used: {error}; transfer_id is a text of up to 256 characters") from None
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
@@ -80,12 +111,13 @@ def to_params(reference: RemoteReference) -> dict[str, Any]:
         "remote_engine_id": reference.engine_id,
         "remote_request_id": reference.request_id,
         "remote_block_ids": [list(reference.block_ids)],
-        "remote_host": None,
-        "remote_port": None,
+        "remote_host": reference.host,
+        "remote_port": reference.port,
         "tp_size": 1,
         "remote_num_tokens": reference.num_tokens,
         "remote_blocks_expiry_time": reference.expiry,
-        "transfer_mode": "pull",
+        "transfer_mode": "push" if reference.push else "pull",
+        **({"transfer_id": reference.request_id} if reference.push else {}),
         "remote_token_digest": reference.token_digest,
         "remote_rank": reference.rank,
         "remote_epoch": reference.epoch,
@@ -128,6 +160,38 @@ def from_params(params: Mapping[str, Any]) -> RemoteReference:
         num_tokens=fields.remote_num_tokens,
         token_digest=fields.remote_token_digest,
         expiry=fields.remote_blocks_expiry_time,
+        host=fields.remote_host,
+        port=fields.remote_port,
+    )
+
+
+def push_from_params(params: Mapping[str, Any], token_ids: Sequence[int]) -> RemoteReference:
+    """The reference of a WRITE hand-off, for a request whose prompt is `token_ids`. Raises RequestError as `from_params`."""
+    try:
+        fields = msgspec.convert(dict(params), _PushParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"kv_transfer_params cannot be used: {error}; mode 'write' needs transfer_id and remote_engine_id") from None
+    if not valid_engine_id(fields.remote_engine_id):
+        raise RequestError(f"kv_transfer_params.remote_engine_id is {fields.remote_engine_id!r}, expected up to 64 letters, digits, '_', '.', '-'")
+    if fields.remote_num_tokens is not None and fields.remote_num_tokens > len(token_ids):
+        raise RequestError(
+            f"kv_transfer_params.remote_num_tokens is {fields.remote_num_tokens}, but the request has {len(token_ids)} tokens; "
+            "send the decode engine the prompt that the prefill engine got"
+        )
+    return RemoteReference(
+        engine_id=fields.remote_engine_id,
+        rank=fields.remote_rank,
+        epoch=0,
+        request_id=fields.transfer_id,
+        block_ids=(),
+        generations=(),
+        block_size=0,
+        num_tokens=fields.remote_num_tokens or len(token_ids),
+        token_digest="",
+        expiry=math.inf,
+        host=fields.remote_host,
+        port=fields.remote_port,
+        push=True,
     )
 
 

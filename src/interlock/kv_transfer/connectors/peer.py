@@ -1,8 +1,14 @@
-"""The peer connector, READ mode: a decode engine pulls a prompt's KV out of a prefill engine's pool, layer by layer.
+"""The peer connector: a prompt's KV goes from the pool of a prefill engine into that of a decode engine, layer by layer.
 
-A request with `do_remote_decode` leaves its blocks under a lease when it ends, and its answer carries `kv_transfer_params`. A request
-that brings these (`do_remote_prefill`) to another engine of the same user on the same host has its KV loaded synchronously: the step
-that first schedules it reads exactly the promised positions, one-sided, and consumes them.
+READ mode: a request with `do_remote_decode` leaves its blocks under a lease when it ends, and its answer carries `kv_transfer_params`. A
+request that brings these (`do_remote_prefill`) to another engine has its KV read, one-sided, into the promised positions and no others.
+
+WRITE mode: both requests carry a `transfer_id` and may be sent at once (or one after the other, as in READ mode). The decode engine
+announces the blocks that it has allocated; the prefill engine fills them, each layer as soon as the running step has written it.
+Shared memory is the exception in how, not in when: there the decode engine copies what it is told of.
+
+A load is consumed by the step that schedules its request (the step waits on the rung that its mode has), or, where that would stall the
+batch longer than `max_sync_load_seconds`, the request waits for it outside the steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +23,20 @@ from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.graphs.copy import COPY_LIST, copy_list
+from interlock.graphs.timeline import Timelines
 from interlock.kernels import native
 from interlock.kv_transfer.clock import Clock, MonotonicClock
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults
 from interlock.kv_transfer.connectors.peer_messages import PeerMetadata
+from interlock.kv_transfer.connectors.peer_options import PeerOptions
 from interlock.kv_transfer.connectors.peer_scheduler import PeerSchedulerHalf
 from interlock.kv_transfer.connectors.peer_worker import PeerWorkerHalf
 from interlock.kv_transfer.references import valid_engine_id
 from interlock.kv_transfer.transports.shared_memory import KVPool
 
-DEFAULTS = {"lease_seconds": 30.0, "handshake_timeout": 2.0}
-
 
 class PeerConnector(KVConnector):
-    """See the module. `kv_connector_extra_config`: lease_seconds (30) and handshake_timeout (2), both in seconds."""
+    """See the module; `kv_connector_extra_config` holds `PeerOptions`."""
 
     supports_timelines = True
     saves_layers = False
@@ -38,8 +44,8 @@ class PeerConnector(KVConnector):
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
-        options = _options(self.kv_transfer_config.kv_connector_extra_config)
-        lease = options["lease_seconds"]
+        options = PeerOptions.parse(self.kv_transfer_config.kv_connector_extra_config)
+        lease = options.lease_seconds
         if not config.kv_load_timeout < lease:
             raise ConfigError(f"kv_load_timeout is {config.kv_load_timeout:g} s, expected less than lease_seconds, which is {lease:g} s")
         if not valid_engine_id(self.kv_transfer_config.engine_id):
@@ -47,9 +53,9 @@ class PeerConnector(KVConnector):
         self._scheduler: PeerSchedulerHalf | None = None
         self._worker: PeerWorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = PeerSchedulerHalf(self.kv_transfer_config, kv_cache_config, lease)
+            self._scheduler = PeerSchedulerHalf(self.kv_transfer_config, kv_cache_config, lease, config.max_sync_load_seconds, options.push)
         else:
-            self._worker = PeerWorkerHalf(self.kv_transfer_config, kv_cache_config, self.clock, lease, options["handshake_timeout"], self.copy)
+            self._worker = PeerWorkerHalf(self.kv_transfer_config, kv_cache_config, self.clock, options, config.kv_load_timeout, self.copy)
 
     # ---- scheduler half
 
@@ -58,12 +64,12 @@ class PeerConnector(KVConnector):
         self._scheduler_half.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """A synchronous load of what the reference holds beyond the local hit."""
-        return self._scheduler_half.consumer.num_matched(request, num_computed_tokens), False
+        """What the reference holds beyond the local hit."""
+        return self._scheduler_half.consumer.num_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: ConnectorRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Read with this step, or give the reference back."""
-        self._scheduler_half.consumer.allocated(request.request_id, num_external_tokens)
+        """Load from this step on, or give the reference back."""
+        self._scheduler_half.consumer.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
         """See `KVConnector.build_connector_meta`."""
@@ -77,6 +83,10 @@ class PeerConnector(KVConnector):
         """Lease the blocks of a request with `do_remote_decode` that has ended well."""
         return self._scheduler_half.request_finished(request, block_ids, self.clock.now())
 
+    def request_preempted(self, request: ConnectorRequest) -> None:
+        """What was pushed stays pushed; the rest comes when it has been computed again."""
+        self._scheduler_half.producer.preempted(request)
+
     def has_pending_push_work(self) -> bool:
         """Leases run, or the worker half has something to be told."""
         return self._scheduler_half.producer.has_news or self._scheduler_half.consumer.has_news
@@ -85,12 +95,16 @@ class PeerConnector(KVConnector):
 
     @staticmethod
     def copy(descriptors: npt.NDArray[np.int64], abort: Buffer) -> int:
-        """How bytes are moved: see `Copy`."""
+        """How bytes of mapped pools are moved: see `Copy`."""
         return copy_list(descriptors, abort)
 
     def register_pool(self, pool: KVPool) -> None:
         """See `KVConnector.register_pool`."""
         self._worker_half.register_pool(pool)
+
+    def register_timelines(self, written: Timelines) -> None:
+        """See `KVConnector.register_timelines`."""
+        self._worker_half.register_timelines(written)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Buffer]) -> None:
         """Starts serving and reading. Raises KVTransferError."""
@@ -104,30 +118,25 @@ class PeerConnector(KVConnector):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit the step's reads; their ends go to `ledger`."""
-        metadata: PeerMetadata = self._get_connector_metadata()
-        if metadata.loads:
-            consumer = self._worker_half.consumer
-            if consumer is None:
-                raise LifecycleError("start_load_kv before register_kv_caches, or in an engine whose kv_role is 'kv_producer'")
-            consumer.start(forward_context, metadata.loads, kwargs["ledger"])
+        self._worker_half.start(forward_context, self._get_connector_metadata(), kwargs["ledger"])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The ledger knows."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Buffer, attn_metadata: Any, **kwargs: Any) -> None:
-        """Consumers read; nothing is sent."""
+        """The `written` timelines say it."""
 
     def wait_for_save(self) -> None:
-        """Nothing is sent."""
+        """Pushes go on by themselves, from blocks that are held for them."""
 
     def abort_loads(self, step: int) -> None:
-        """Returns when the copy thread has let go of the step's blocks."""
+        """Returns when nothing writes the step's blocks any more."""
         if self._worker_half.consumer is not None:
             self._worker_half.consumer.abort(step)
 
     def get_transfer_results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
-        """`finished_sending`: leases that have ended."""
-        return KVConnectorTransferResults(finished_sending=self._worker_half.finished_sending())
+        """`finished_sending`: leases that have ended; `finished_recving`: loads that were waited for outside the steps."""
+        return self._worker_half.results()
 
     def get_kv_connector_stats(self) -> Mapping[str, float]:
         """See `KVConnector.get_kv_connector_stats`."""
@@ -153,13 +162,3 @@ class PeerConnector(KVConnector):
         if self._worker is None:
             raise LifecycleError("a worker-side method was called on the scheduler half of PeerConnector")
         return self._worker
-
-
-def _options(extra: Mapping[str, Any]) -> dict[str, float]:
-    unknown = sorted(set(extra) - set(DEFAULTS))
-    if unknown:
-        raise ConfigError(f"kv_connector_extra_config has unknown keys {unknown}, expected some of {sorted(DEFAULTS)}")
-    for name, value in extra.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"kv_connector_extra_config[{name!r}] is {value!r}, expected a number of seconds above 0")
-    return {name: float(extra.get(name, default)) for name, default in DEFAULTS.items()}

@@ -8,11 +8,32 @@ from interlock.kv_transfer.references import RemoteReference
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """A promise to be kept by reading a reference. `void`: why it must not be read; it then fails with that cause."""
+    """Positions to be filled from what a reference stands for. `void`: why it must not be read; it then fails with that cause.
+
+    parked: the request waits outside the steps for it. token_digest: of tokens [0, promise.stop), where the producer pushes.
+    """
 
     promise: LoadPromise
     reference: RemoteReference
     void: str | None = None
+    parked: bool = False
+    token_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PushChunk:
+    """WRITE mode: positions [start, stop) of a transfer have KV once the `written` timelines have reached `stamp`.
+
+    block_ids: all blocks of the request up to `stop`, from position 0; generations: theirs. token_ids: the request's prompt.
+    """
+
+    transfer_id: str
+    start: int
+    stop: int
+    stamp: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +41,9 @@ class PeerMetadata:
     """Scheduler half → worker half, with every step.
 
     loads: this step's reads; leases: that begin, each as its id and our request whose blocks are kept; generations: new ones, by
-    block; kept: references whose leases are to be extended; released: references that are needed no longer.
+    block; kept: references whose leases are to be extended; released: references that are needed no longer; cancelled: requests that
+    wait for their load no longer. chunks: to be pushed; withdrawn: transfers whose blocks are given up for now; ended: transfers that
+    will never be complete, each with the cause.
     """
 
     loads: tuple[PeerLoad, ...] = ()
@@ -28,12 +51,19 @@ class PeerMetadata:
     generations: tuple[tuple[int, int], ...] = ()
     kept: tuple[RemoteReference, ...] = ()
     released: tuple[RemoteReference, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    chunks: tuple[PushChunk, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    ended: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PeerWorkerMeta:
-    """Worker half → scheduler half, with every step. epoch: this life of our pool, None if we hand nothing over; ended_loads: requests
-    whose reads have ended, well or not."""
+    """Worker half → scheduler half, with every step. epoch: this life of our pool, None if we hand nothing over; host, port: of its
+    side channel; ended_loads: requests whose reads have ended, well or not; bytes_per_second: as measured, None before the first."""
 
     epoch: int | None
     ended_loads: frozenset[str] = frozenset()
+    host: str | None = None
+    port: int | None = None
+    bytes_per_second: float | None = None

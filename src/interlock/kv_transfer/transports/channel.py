@@ -17,6 +17,7 @@ from pathlib import Path
 from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.handshake import MAX_MESSAGE_BYTES, Message, decode, encode
 from interlock.kv_transfer.references import valid_engine_id
+from interlock.kv_transfer.transports.transport import PeerGoneError
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 65536
@@ -81,13 +82,13 @@ class Channel:
             check_same_user(connection)
         except OSError as error:
             connection.close()
-            raise KVTransferError(f"engine {engine_id!r} cannot be reached: {error}") from error
+            raise PeerGoneError(f"engine {engine_id!r} cannot be reached: {error}") from error
         except KVTransferError:
             connection.close()
             raise
         return cls(connection)
 
-    def send(self, message: Message, descriptors: Sequence[int] = (), timeout: float = 1.0) -> None:
+    def send(self, message: Message, timeout: float = 1.0, descriptors: Sequence[int] = ()) -> None:
         """Send all of it. Raises KVTransferError when the peer is gone, or does not read for `timeout` seconds."""
         body = encode(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
@@ -99,7 +100,7 @@ class Channel:
                     sent = socket.send_fds(self.socket, [data[:_CHUNK]], descriptors) if descriptors else self.socket.send(data[:_CHUNK])
                     data, descriptors = data[sent:], ()
         except OSError as error:
-            raise KVTransferError(f"the connection was lost: {error}") from error
+            raise PeerGoneError(f"the connection was lost: {error}") from error
 
     def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
         """The next message. Raises KVTransferError when the peer is gone, silent for `timeout` seconds, or sends something else."""
@@ -110,7 +111,7 @@ class Channel:
                 return decode(body)
             self._wait(select.POLLIN, deadline, aborted)
             if not self.fill():
-                raise KVTransferError("the connection was lost: the peer closed it")
+                raise PeerGoneError("the connection was lost: the peer closed it")
 
     def fill(self) -> bool:
         """Read what is there without waiting. False: the peer has closed. Raises KVTransferError when the connection is broken."""
@@ -119,7 +120,7 @@ class Channel:
         except BlockingIOError:
             return True
         except OSError as error:
-            raise KVTransferError(f"the connection was lost: {error}") from error
+            raise PeerGoneError(f"the connection was lost: {error}") from error
         self._descriptors += descriptors
         self._received += data
         return bool(data)

@@ -1,10 +1,12 @@
-"""The consumer's copy thread: executes reads layer by layer, without the GIL while bytes move, and reports each end to the ledger."""
+"""The consumer's reading thread: posts reads layer by layer, confirms each, and reports its end."""
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,37 +18,93 @@ from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.references import RemoteReference
 from interlock.kv_transfer.transfers import copy_descriptors
-from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
+from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools, peer_of
+from interlock.kv_transfer.transports.transport import Descriptors, Transfer
 
 logger = logging.getLogger(__name__)
 
-Copy = Callable[[npt.NDArray[np.int64], Buffer], int]
-"""`copy(descriptors, abort)`: copies `[n, 3]` of (destination address, source address, bytes) in order, without the GIL, until the
-word `abort` (int64 [1]) is not 0. Returns how many were copied."""
+_POSTED_AHEAD = 4  # layers in flight, where a post does not wait for its end
+_SMOOTHING = 0.3  # weight of the newest sample of the speed
+
+
+class LoadTarget(Protocol):
+    """Who is told how a load goes. Each layer ends once."""
+
+    def end_layer(self, layer: int, error: str | None = None) -> None:
+        """All promised positions of a layer have landed and are confirmed, or the cause why they have not."""
+
+
+class LedgerTarget:
+    """A load that a step consumes: one transfer of the ledger per layer."""
+
+    def __init__(self, ledger: Ledger, step: int, promise: LoadPromise) -> None:
+        self._ledger = ledger
+        layers = range(ledger.num_layers)
+        self._transfers = [ledger.begin_transfer(step, promise.req_id, layer, promise.start, promise.stop) for layer in layers]
+
+    def end_layer(self, layer: int, error: str | None = None) -> None:
+        """See `LoadTarget.end_layer`."""
+        self._ledger.end_transfer(self._transfers[layer], error)
+
+
+class ParkedTarget:
+    """A load that a request waits for outside the steps. on_end(error) is called once, when all layers have ended."""
+
+    def __init__(self, num_layers: int, on_end: Callable[[str | None], None]) -> None:
+        self._open = set(range(num_layers))
+        self._error: str | None = None
+        self._on_end = on_end
+        self._lock = threading.Lock()
+
+    def end_layer(self, layer: int, error: str | None = None) -> None:
+        """See `LoadTarget.end_layer`."""
+        with self._lock:
+            if layer not in self._open:
+                return
+            self._open.discard(layer)
+            self._error = self._error or error
+            if self._open:
+                return
+        self._on_end(self._error)
 
 
 @dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Our pool, as transfers see it. layer_addresses: where each layer begins; row_bytes: one head's vector at one position."""
+
+    layer_addresses: Sequence[int]
+    block_size: int
+    num_kv_heads: int
+    row_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers."""
+        return 2 * len(self.layer_addresses) * self.num_kv_heads * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """One promise to be read from one reference. transfer_ids: of the ledger, one per layer."""
+    """One promise to be read from one reference."""
 
     promise: LoadPromise
     reference: RemoteReference
-    transfer_ids: Sequence[int]
+    target: LoadTarget
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """The reads of one step. `abort` is seen between any two copies; `quiescent` says that no byte will be written any more."""
+    """Reads that are given up together. `abort` is seen between any two copies; `quiescent` says that no byte will be written any more."""
 
-    step: int
-    ledger: Ledger
+    key: int | str
     reads: Sequence[Read]
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
+    on_late: Callable[[Sequence[str]], None] | None = None
 
     @property
     def aborted(self) -> bool:
-        """Whether the step has given its loads up."""
+        """Whether the reads were given up."""
         return bool(self.abort.numpy()[0])
 
     def give_up(self) -> None:
@@ -60,51 +118,60 @@ class _Opened:
 
     read: Read
     pool: PeerPool
-    offsets: npt.NDArray[np.int64]
+    offsets: Descriptors
     block_ids: npt.NDArray[np.int64]
     generations: npt.NDArray[np.int64]
 
 
-class CopyWorker:
-    """One thread. layer_addresses: where each layer of our pool begins; block_size, num_kv_heads, row_bytes (one head's vector at one
-    position): of our pool."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    opened: _Opened
+    layer: int
+    transfer: Transfer
 
-    def __init__(
-        self,
-        pools: PeerPools,
-        clock: Clock,
-        layer_addresses: Sequence[int],
-        block_size: int,
-        num_kv_heads: int,
-        row_bytes: int,
-        copy: Copy,
-    ) -> None:
+
+class CopyWorker:
+    """One thread that makes the reads of jobs, in order of their submission."""
+
+    def __init__(self, pools: PeerPools, clock: Clock, shape: PoolShape, name: str) -> None:
+        self.bytes_per_second: float | None = None
         self._pools = pools
         self._clock = clock
-        self._layer_addresses = layer_addresses
-        self._block_size = block_size
-        self._num_kv_heads = num_kv_heads
-        self._row_bytes = row_bytes
-        self._copy = copy
+        self._shape = shape
         self._lock = threading.Lock()
-        self._jobs: dict[int, ReadJob] = {}
+        self._jobs: dict[int | str, ReadJob] = {}
         self._queue: queue.SimpleQueue[ReadJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="interlock-kv-copy", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: ReadJob) -> None:
-        """Have a step's reads made; returns at once."""
+        """Have reads made; returns at once."""
         with self._lock:
-            self._jobs[job.step] = job
+            self._jobs[job.key] = job
         self._queue.put(job)
 
-    def abort(self, step: int) -> None:
-        """Stop a step's reads, and return when none of them can write any more. Nothing happens if they have ended."""
+    def abort(self, key: int | str, timeout: float, on_late: Callable[[Sequence[str]], None]) -> None:
+        """Stop a job's reads, and return when none of them can write any more. Nothing happens if they have ended.
+
+        A transport that cannot stop what a peer holds up may take longer than `timeout` seconds; `on_late` is then called at its end, with
+        the ids of its requests.
+        """
         with self._lock:
-            job = self._jobs.get(step)
+            job = self._jobs.get(key)
+        if job is None:
+            return
+        job.give_up()
+        if not job.quiescent.wait(timeout):
+            with self._lock:
+                if not job.quiescent.is_set():
+                    job.on_late = on_late
+
+    def give_up(self, key: int | str) -> None:
+        """Stop a job's reads without waiting for it."""
+        with self._lock:
+            job = self._jobs.get(key)
         if job is not None:
             job.give_up()
-            job.quiescent.wait()
 
     def close(self) -> None:
         """Stop all reads and the thread. May be called twice."""
@@ -119,24 +186,62 @@ class CopyWorker:
             try:
                 self._execute(job)
             except Exception as error:
-                logger.exception("the reads of step %d failed", job.step)
+                logger.exception("the reads of %s failed", job.key)
                 for read in job.reads:
-                    _end(job, read, range(len(read.transfer_ids)), f"the copy thread raised {type(error).__name__}: {error}")
+                    self._end(read, 0, f"the copy thread raised {type(error).__name__}: {error}")
             finally:
                 with self._lock:
-                    del self._jobs[job.step]
-                job.quiescent.set()
+                    del self._jobs[job.key]
+                    job.quiescent.set()
+                    on_late = job.on_late
+                if on_late is not None:
+                    on_late([read.promise.req_id for read in job.reads])
 
     def _execute(self, job: ReadJob) -> None:
+        began = self._clock.now()
         live = [opened for read in job.reads if (opened := self._open(job, read)) is not None]
-        for layer, local_address in enumerate(self._layer_addresses):
+        in_flight: deque[_InFlight] = deque()
+        for layer, local_address in enumerate(self._shape.layer_addresses):
             for opened in list(live):
-                error = self._read_layer(job, opened, layer, local_address)
-                if error is None:
-                    job.ledger.end_transfer(opened.read.transfer_ids[layer])
-                else:
-                    live.remove(opened)
-                    _end(job, opened.read, range(layer, len(self._layer_addresses)), error)
+                descriptors = opened.offsets + np.array([local_address, opened.pool.layer_address(layer), 0], np.int64)
+                try:
+                    if job.aborted:
+                        raise KVTransferError("the read was stopped")
+                    in_flight.append(_InFlight(opened, layer, opened.pool.memory.post("read", descriptors, job.abort)))
+                except KVTransferError as error:
+                    self._settle(job, live, in_flight, 0)
+                    if opened in live:
+                        live.remove(opened)
+                        self._end(opened.read, layer, str(error))
+                self._settle(job, live, in_flight, _POSTED_AHEAD * len(live))
+        self._settle(job, live, in_flight, 0)
+        if live:
+            self._measure(sum(int(opened.offsets[:, 2].sum()) for opened in live) * len(self._shape.layer_addresses), began)
+
+    def _settle(self, job: ReadJob, live: list[_Opened], in_flight: deque[_InFlight], ahead: int) -> None:
+        """Confirm, in order, what has ended; wait for what exceeds `ahead`."""
+        while in_flight and (len(in_flight) > ahead or in_flight[0].transfer.done):
+            item = in_flight.popleft()
+            error = self._confirm(job, item)
+            if item.opened not in live:
+                continue
+            if error is None:
+                item.opened.read.target.end_layer(item.layer)
+            else:
+                live.remove(item.opened)
+                self._settle(job, live, in_flight, 0)  # its later layers must not write any more when its end is told
+                self._end(item.opened.read, item.layer, error)
+
+    def _confirm(self, job: ReadJob, item: _InFlight) -> str | None:
+        """Wait for the last byte, then ask whether it is what the reference meant. Returns the cause of a failure."""
+        reference = item.opened.read.reference
+        try:
+            item.transfer.wait(lambda: job.aborted)
+            if self._clock.now() >= self._pools.lease_end(reference):
+                return "the producer's lease of the blocks ended before the read was confirmed"
+            return item.opened.pool.confirm(reference.epoch, item.opened.block_ids, item.opened.generations)
+        except KVTransferError as error:
+            return str(error)
 
     def _open(self, job: ReadJob, read: Read) -> _Opened | None:
         promise, reference = read.promise, read.reference
@@ -145,46 +250,32 @@ class CopyWorker:
                 raise KVTransferError("the read was given up before it began")
             if promise.stop > reference.num_tokens:
                 raise KVTransferError(f"the reference holds {reference.num_tokens} positions, [{promise.start}, {promise.stop}) were asked for")
-            pool = self._pools.get(reference, lambda: job.aborted)
+            pool = self._pools.get(peer_of(reference), lambda: job.aborted)
+            pool.check_reference(reference)
         except KVTransferError as error:
-            _end(job, read, range(len(read.transfer_ids)), str(error))
+            self._end(read, 0, str(error))
             return None
         remote_size = pool.description.block_size
+        shape = self._shape
         offsets = copy_descriptors(
             promise.start,
             promise.stop,
             promise.block_ids,
-            self._block_size,
+            shape.block_size,
             reference.block_ids,
             remote_size,
-            self._num_kv_heads,
-            self._row_bytes,
+            shape.num_kv_heads,
+            shape.row_bytes,
         )
         used = slice(promise.start // remote_size, -(-promise.stop // remote_size))
         return _Opened(read, pool, offsets, np.array(reference.block_ids[used]), np.array(reference.generations[used]))
 
-    def _read_layer(self, job: ReadJob, opened: _Opened, layer: int, local_address: int) -> str | None:
-        """Copy, then confirm. Returns the cause of a failure."""
-        descriptors = opened.offsets + np.array([local_address, opened.pool.layer_address(layer), 0], np.int64)
-        if self._copy(descriptors, job.abort) < len(descriptors):
-            return "the read was stopped"
-        if self._clock.now() >= self._pools.lease_end(opened.read.reference):
-            return "the producer's lease of the blocks ended before the read was confirmed"
-        return opened.pool.confirm(opened.read.reference.epoch, opened.block_ids, opened.generations)
+    def _end(self, read: Read, first_layer: int, error: str) -> None:
+        for layer in range(first_layer, len(self._shape.layer_addresses)):
+            read.target.end_layer(layer, error)
 
-
-def begin_reads(step: int, ledger: Ledger, reads: Mapping[str, tuple[LoadPromise, RemoteReference]], num_layers: int) -> ReadJob:
-    """Enter reads, by request id, into the ledger: one transfer per promise and layer."""
-    return ReadJob(
-        step,
-        ledger,
-        [
-            Read(promise, reference, [ledger.begin_transfer(step, req_id, layer, promise.start, promise.stop) for layer in range(num_layers)])
-            for req_id, (promise, reference) in reads.items()
-        ],
-    )
-
-
-def _end(job: ReadJob, read: Read, layers: range, error: str) -> None:
-    for layer in layers:
-        job.ledger.end_transfer(read.transfer_ids[layer], error)
+    def _measure(self, nbytes: int, began: float) -> None:
+        seconds = self._clock.now() - began
+        if seconds > 0:
+            speed = nbytes / seconds
+            self.bytes_per_second = speed if self.bytes_per_second is None else _SMOOTHING * speed + (1 - _SMOOTHING) * self.bytes_per_second

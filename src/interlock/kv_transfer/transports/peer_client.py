@@ -1,9 +1,8 @@
-"""The consumer's side of the shared-memory transport: connections to producers, their pools mapped read-only, notices and heartbeats."""
+"""The peers of an engine, over whatever transport: connections, their pools, exchanges of messages, notices and heartbeats."""
 
 import functools
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -11,69 +10,55 @@ import numpy as np
 import numpy.typing as npt
 
 from interlock.core.buffer import ITEM_SIZES
-from interlock.core.errors import KVTransferError, PeerMismatchError
+from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.clock import Clock
-from interlock.kv_transfer.handshake import (
-    PROTOCOL_VERSION,
-    Done,
-    Heartbeat,
-    Hello,
-    Leases,
-    PoolDescription,
-    Refused,
-    Welcome,
-    check_pool,
-    check_version,
-)
+from interlock.kv_transfer.handshake import Done, Heartbeat, Hello, Leases, Message, Welcome, check_pool
 from interlock.kv_transfer.references import RemoteReference
-from interlock.kv_transfer.transports.channel import Channel
-from interlock.kv_transfer.transports.shared_memory import ControlView, ReadOnlyMapping
+from interlock.kv_transfer.transports.desk import introduce
+from interlock.kv_transfer.transports.transport import PeerAddress, Transport
 
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05  # how late an abort may be noticed
 
+_Key = tuple[str, int, str | None, int | None]
+
 
 class PeerPool:
-    """A producer's pool as seen from here. Raises KVTransferError (PeerMismatchError for a peer that does not match) when it is made."""
+    """A peer's pool as seen from here. Raises KVTransferError (PeerMismatchError for a peer that does not match) when it is made."""
 
-    def __init__(self, engine_id: str, rank: int, our_engine_id: str, ours: PoolDescription, timeout: float, aborted: Callable[[], bool]) -> None:
-        self.channel = Channel.connect(engine_id, rank)
-        self._prefaulted = False
+    def __init__(
+        self, transport: Transport, peer: PeerAddress, ours: Hello, secret: bytes | None, timeout: float, aborted: Callable[[], bool]
+    ) -> None:
+        self.connection = transport.connect(peer, timeout)
         self.lock = threading.Lock()  # one exchange of messages at a time
         try:
-            self.channel.send(Hello(version=PROTOCOL_VERSION, engine_id=our_engine_id, pool=ours), timeout=timeout)
-            answer = self.channel.receive(timeout, aborted)
-            if isinstance(answer, Refused):
-                raise PeerMismatchError(answer.reason)
-            if not isinstance(answer, Welcome):
-                raise KVTransferError(f"engine {engine_id!r} answered with {type(answer).__name__}, expected Welcome")
-            check_version(answer.version, engine_id)
-            check_pool(ours, answer.pool, engine_id)
-            self.epoch = answer.epoch
-            self.description = answer.pool
-            self.layer_offsets = answer.layer_offsets
-            _check_offsets(answer)
-            pool_fd, control_fd = self.channel.take_descriptors(2)
-            try:
-                self._pool = ReadOnlyMapping(pool_fd, answer.pool_bytes)
-            except KVTransferError:
-                os.close(control_fd)
-                raise
-            self._control = ControlView(control_fd, answer.pool.num_blocks)
+            welcome = introduce(
+                lambda message: self.connection.send(message, timeout),
+                lambda: self.connection.receive(timeout, aborted),
+                peer.engine_id,
+                ours,
+                secret,
+            )
+            check_pool(ours.pool, welcome.pool, peer.engine_id)
+            _check_offsets(welcome)
+            self.engine_id = peer.engine_id
+            self.epoch = welcome.epoch
+            self.description = welcome.pool
+            self.layer_offsets = welcome.layer_offsets
+            self.memory = transport.open(self.connection, welcome)
         except BaseException:
-            self.channel.close()
+            self.connection.close()
             raise
 
-    def prefault(self) -> None:
-        """Make the first reads as fast as later ones; done once."""
-        if not self._prefaulted:
-            self._prefaulted = True
-            self._pool.prefault()
+    @property
+    def alive(self) -> bool:
+        """Whether the peer was there, as far as is known at this moment."""
+        return self.connection.alive
 
     def layer_address(self, layer: int) -> int:
-        """Where the layer's `[num_blocks, 2, num_kv_heads, block_size, head_dim]` begins in this process."""
-        return self._pool.buffer.address + self.layer_offsets[layer]
+        """Where the layer's `[num_blocks, 2, num_kv_heads, block_size, head_dim]` begins, as descriptors name it."""
+        return self.memory.address + self.layer_offsets[layer]
 
     def check_reference(self, reference: RemoteReference) -> None:
         """Raises KVTransferError when the reference cannot be one to this pool."""
@@ -85,9 +70,13 @@ class PeerPool:
             raise KVTransferError(
                 f"the reference has blocks of {reference.block_size}, engine {reference.engine_id!r} has {self.description.block_size}"
             )
-        beyond = [block for block in reference.block_ids if block >= self.description.num_blocks]
+        self.check_blocks(reference.block_ids)
+
+    def check_blocks(self, block_ids: Sequence[int]) -> None:
+        """Raises KVTransferError for blocks that the peer does not have."""
+        beyond = [block for block in block_ids if block >= self.description.num_blocks]
         if beyond:
-            raise KVTransferError(f"the reference names block {beyond[0]}, engine {reference.engine_id!r} has {self.description.num_blocks}")
+            raise KVTransferError(f"the reference names block {beyond[0]}, engine {self.engine_id!r} has {self.description.num_blocks}")
 
     def confirm(self, epoch: int, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.int64]) -> str | None:
         """Asked after the last byte: why what was read may not be what was referenced, or None.
@@ -95,36 +84,41 @@ class PeerPool:
         A table that is one behind the reference is right too: the producer writes a generation with its next step, and always
         before it gives the block to anyone else. block_ids, generations: int64 [n].
         """
-        ages = self._control.generations[block_ids].astype(np.int64) - generations
+        now_epoch, now = self.memory.control(block_ids)
+        ages = now - generations
         if ages.max() > 0 or ages.min() < -1:
             changed = np.flatnonzero((ages > 0) | (ages < -1))
             return f"the producer gave block {block_ids[int(changed[0])]} away before the read was confirmed (its generation changed)"
-        if self._control.epoch != epoch:
+        if now_epoch != epoch:
             return f"the producer left epoch {epoch} before the read was confirmed"
-        if not self.channel.alive:
+        if not self.alive:
             return "the connection to the producer was lost before the read was confirmed"
         return None
 
     def close(self) -> None:
-        """Close the connection; the mapping goes with the last copy that uses it."""
-        self.channel.close()
+        """Close the connection, and let go of the memory."""
+        self.connection.close()
+        self.memory.close()
 
 
 class PeerPools:
-    """All producers that this engine reads from, and a thread that keeps leases alive and sends notices.
+    """All peers that this engine reaches, and a thread that keeps leases alive and sends notices.
 
-    handshake_timeout, heartbeat_interval: seconds.
+    ours: our introduction; secret: shared with the peers, or None; handshake_timeout, heartbeat_interval: seconds.
     """
 
-    def __init__(self, our_engine_id: str, ours: PoolDescription, clock: Clock, handshake_timeout: float, heartbeat_interval: float) -> None:
+    def __init__(
+        self, transport: Transport, ours: Hello, secret: bytes | None, clock: Clock, handshake_timeout: float, heartbeat_interval: float
+    ) -> None:
         self.failed_notices = 0
-        self._our_engine_id = our_engine_id
+        self._transport = transport
         self._ours = ours
+        self._secret = secret
         self._clock = clock
         self._handshake_timeout = handshake_timeout
         self._heartbeat_interval = heartbeat_interval
-        self._pools: dict[tuple[str, int], PeerPool] = {}
-        self._peer_locks: dict[tuple[str, int], threading.Lock] = {}
+        self._pools: dict[_Key, PeerPool] = {}
+        self._peer_locks: dict[_Key, threading.Lock] = {}
         self._pools_lock = threading.Lock()
         self._condition = threading.Condition()
         self._kept: dict[tuple[str, int, str], RemoteReference] = {}
@@ -135,9 +129,9 @@ class PeerPools:
         self._thread = threading.Thread(target=self._run, name="interlock-peer-notices", daemon=True)
         self._thread.start()
 
-    def get(self, reference: RemoteReference, aborted: Callable[[], bool]) -> PeerPool:
-        """The pool that a reference is about, connected. Raises KVTransferError."""
-        key = _peer(reference)
+    def get(self, peer: PeerAddress, aborted: Callable[[], bool]) -> PeerPool:
+        """The pool of a peer, connected. Raises KVTransferError."""
+        key = peer.key
         with self._pools_lock:
             peer_lock = self._peer_locks.setdefault(key, threading.Lock())
         while not peer_lock.acquire(timeout=_SLICE_SECONDS):
@@ -145,17 +139,38 @@ class PeerPools:
                 raise KVTransferError("the exchange with the peer was given up")
         try:
             pool = self._pools.get(key)
-            if pool is not None and (pool.epoch != reference.epoch or not pool.channel.alive):
-                pool.close()
+            if pool is not None and (peer.epoch not in (0, pool.epoch) or not pool.alive):
                 del self._pools[key]
+                pool.close()
                 pool = None
             if pool is None:
-                pool = PeerPool(*key, self._our_engine_id, self._ours, self._handshake_timeout, aborted)
+                pool = PeerPool(self._transport, peer, self._ours, self._secret, self._handshake_timeout, aborted)
                 self._pools[key] = pool
         finally:
             peer_lock.release()
-        pool.check_reference(reference)
         return pool
+
+    def is_alive(self, peer: PeerAddress) -> bool:
+        """Whether the connection to a peer stands. Does not connect."""
+        pool = self._pools.get(peer.key)
+        return pool is not None and pool.alive
+
+    def ask(self, peer: PeerAddress, message: Message, aborted: Callable[[], bool]) -> Message:
+        """Send a message and return its answer. Raises KVTransferError; a connection whose answer did not come is not used again."""
+        pool = self.get(peer, aborted)
+        with pool.lock:
+            try:
+                pool.connection.send(message, self._handshake_timeout)
+                return pool.connection.receive(self._handshake_timeout, aborted)
+            except KVTransferError:
+                pool.connection.close()
+                raise
+
+    def tell(self, peer: PeerAddress, message: Message) -> None:
+        """Send a message that has no answer. Raises KVTransferError."""
+        pool = self.get(peer, lambda: self._stopping)
+        with pool.lock:
+            pool.connection.send(message)
 
     def lease_end(self, reference: RemoteReference) -> float:
         """Until when (the clock's seconds) the producer keeps the blocks, as far as is known here."""
@@ -194,30 +209,32 @@ class PeerPools:
                     self._clock.wait_until(self._condition, next_beat)
                 stopping, notices, self._notices = self._stopping, self._notices, []
                 due = self._new or self._clock.now() >= next_beat
-                kept = sorted(self._kept.values(), key=_peer)
+                kept = sorted(self._kept.values(), key=_order)
                 self._new = False
             for reference in notices:
-                self._exchange(reference, functools.partial(_send_done, reference))
+                self._exchange(reference, functools.partial(self._send_done, reference))
             if stopping:
                 return
             if due:
-                for _, group in itertools.groupby(kept, key=_peer):
+                for _, group in itertools.groupby(kept, key=_order):
                     references = list(group)
                     self._exchange(references[0], functools.partial(self._beat, references))
                 next_beat = self._clock.now() + self._heartbeat_interval
 
-    def _exchange(self, reference: RemoteReference, talk: Callable[[PeerPool], None]) -> None:
+    def _exchange(self, reference: RemoteReference, talk: Callable[[PeerAddress], None]) -> None:
         try:
-            pool = self.get(reference, lambda: self._stopping)
-            with pool.lock:
-                talk(pool)
+            talk(peer_of(reference))
         except KVTransferError as error:
             self.failed_notices += 1
             logger.warning("engine %r could not be told about request %r: %s", reference.engine_id, reference.request_id, str(error))
 
-    def _beat(self, references: Sequence[RemoteReference], pool: PeerPool) -> None:
-        pool.channel.send(Heartbeat(request_ids=[reference.request_id for reference in references]))
-        answer = pool.channel.receive(self._handshake_timeout, lambda: self._stopping)
+    def _send_done(self, reference: RemoteReference, peer: PeerAddress) -> None:
+        self.tell(peer, Done(request_id=reference.request_id))
+        if not reference.push:
+            self.get(peer, lambda: self._stopping).memory.prefault()  # here, since earlier it would compete with the first read
+
+    def _beat(self, references: Sequence[RemoteReference], peer: PeerAddress) -> None:
+        answer = self.ask(peer, Heartbeat(request_ids=[reference.request_id for reference in references]), lambda: self._stopping)
         if not isinstance(answer, Leases):
             raise KVTransferError(f"a heartbeat was answered with {type(answer).__name__}, expected Leases")
         with self._condition:
@@ -226,13 +243,13 @@ class PeerPools:
                     self._lease_ends[reference.key] = answer.expiry[reference.request_id]
 
 
-def _peer(reference: RemoteReference) -> tuple[str, int]:
-    return reference.engine_id, reference.rank
+def peer_of(reference: RemoteReference) -> PeerAddress:
+    """Where the engine of a reference is."""
+    return PeerAddress(reference.engine_id, reference.rank, reference.host, reference.port, reference.epoch)
 
 
-def _send_done(reference: RemoteReference, pool: PeerPool) -> None:
-    pool.channel.send(Done(request_id=reference.request_id))
-    pool.prefault()  # here, since earlier it would compete with the first read
+def _order(reference: RemoteReference) -> tuple[str, int, str, int]:
+    return reference.engine_id, reference.rank, reference.host or "", reference.port or 0
 
 
 def _check_offsets(welcome: Welcome) -> None:

@@ -1,4 +1,4 @@
-"""The producer's side of the shared-memory transport: a thread that hands the pool to peers that match, and keeps their leases.
+"""The shared-memory transport's side channel: a thread that answers peers on a Unix socket and passes them our segments' descriptors.
 
 Reads are one-sided: nothing here runs per read.
 """
@@ -8,45 +8,25 @@ import selectors
 import socket
 import threading
 
-from interlock.core.errors import KVTransferError, PeerMismatchError
-from interlock.kv_transfer.handshake import (
-    PROTOCOL_VERSION,
-    Done,
-    Heartbeat,
-    Hello,
-    Leases,
-    PoolDescription,
-    Refused,
-    Welcome,
-    check_pool,
-    check_version,
-    decode,
-)
-from interlock.kv_transfer.leases import LeaseTable
+from interlock.core.errors import KVTransferError
+from interlock.kv_transfer.handshake import PROTOCOL_VERSION, PoolDescription, Welcome
 from interlock.kv_transfer.transports.channel import Channel, check_same_user, listen
+from interlock.kv_transfer.transports.transport import Answerer
 
 logger = logging.getLogger(__name__)
 
 
 class PoolServer:
-    """Serves one rank's pool. `welcome` is what a matching peer is told; `descriptors`: of the pool and of its control page.
+    """Serves one rank. `descriptors`: of the pool and of its control page; they travel with a Welcome."""
 
-    refused, malformed, foreign: connections that were turned away for a mismatch, for bytes that are no message, for another user.
-    """
-
-    def __init__(self, rank: int, welcome: Welcome, descriptors: tuple[int, int], leases: LeaseTable) -> None:
-        self.refused = 0
-        self.malformed = 0
-        self.foreign = 0
-        self._welcome = welcome
+    def __init__(self, engine_id: str, rank: int, descriptors: tuple[int, int], desk: Answerer) -> None:
         self._descriptors = descriptors
-        self._leases = leases
-        self._listener = listen(welcome.engine_id, rank)
+        self._desk = desk
+        self._listener = listen(engine_id, rank)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._introduced: set[Channel] = set()
         self._thread = threading.Thread(target=self._serve, name="interlock-pool-server", daemon=True)
         self._thread.start()
 
@@ -77,7 +57,7 @@ class PoolServer:
         try:
             check_same_user(connection)
         except (KVTransferError, OSError) as error:
-            self.foreign += 1
+            self._desk.foreign += 1
             logger.warning("a connection was refused: %s", str(error))
             connection.close()
             return
@@ -85,47 +65,26 @@ class PoolServer:
         self._selector.register(connection, selectors.EVENT_READ, channel)
 
     def _read(self, channel: Channel) -> None:
-        """Whatever a peer sends can cost it its connection, and nothing else."""
         try:
             open_still = channel.fill()
             while (body := channel.next_frame()) is not None:
-                self._answer(channel, body)
+                answer = self._desk.answer(channel, body)
+                if answer is not None:
+                    channel.send(answer, descriptors=self._descriptors if isinstance(answer, Welcome) else ())
             channel.take_descriptors(0)
         except KVTransferError as error:
-            self.malformed += 1
+            self._desk.malformed += 1
             logger.warning("a connection was closed: %s", str(error))
             open_still = False
         except Exception:
-            self.malformed += 1
+            self._desk.malformed += 1
             logger.exception("a connection was closed")
             open_still = False
         if not open_still:
             self._drop(channel)
 
-    def _answer(self, channel: Channel, body: bytes) -> None:
-        message = decode(body)
-        if isinstance(message, Hello):
-            try:
-                check_version(message.version, message.engine_id)
-                check_pool(self._welcome.pool, message.pool, message.engine_id)
-            except PeerMismatchError as error:
-                self.refused += 1
-                logger.warning("a peer was refused: %s", str(error))
-                channel.send(Refused(reason=f"refused by engine {self._welcome.engine_id!r}: {error}"))
-                return
-            channel.send(self._welcome, self._descriptors)
-            self._introduced.add(channel)
-        elif channel not in self._introduced:
-            raise KVTransferError(f"a peer sent {type(message).__name__} before it introduced itself")
-        elif isinstance(message, Heartbeat):
-            channel.send(Leases(expiry=self._leases.extend(message.request_ids)))
-        elif isinstance(message, Done):
-            self._leases.done(message.request_id)
-        else:
-            raise KVTransferError(f"a consumer sent {type(message).__name__}, which only producers send")
-
     def _drop(self, channel: Channel) -> None:
-        self._introduced.discard(channel)
+        self._desk.forget(channel)
         self._selector.unregister(channel.socket)
         channel.close()
 

@@ -101,6 +101,11 @@ class ControlSegment:
         """What is passed to readers."""
         return self._pool.fd
 
+    @property
+    def buffer(self) -> Buffer:
+        """The words, uint8 [nbytes]."""
+        return self._pool.buffer
+
     def close(self) -> None:
         """Give the descriptor back; readers see epoch 0, which no reference carries."""
         if self._pool.fd >= 0:
@@ -122,6 +127,14 @@ class ControlView:
     def epoch(self) -> int:
         """The producer's epoch now; 0 after it has shut down."""
         return int(self._words[_EPOCH_WORD])
+
+
+def control_words(memory: Buffer, num_blocks: int) -> tuple[int, npt.NDArray[np.uint64]]:
+    """Epoch and generations (uint64 [num_blocks]) in a copy of a control segment. Raises KVTransferError if it is not one."""
+    words: npt.NDArray[np.uint64] = memory.numpy().view(np.uint64)
+    if int(words[_MAGIC_WORD]) != _MAGIC or int(words[_BLOCKS_WORD]) != num_blocks:
+        raise KVTransferError(f"the peer's control page does not describe {num_blocks} blocks")
+    return int(words[_EPOCH_WORD]), words[_HEADER_WORDS : _HEADER_WORDS + num_blocks]
 
 
 def control_bytes(num_blocks: int) -> int:

@@ -1,0 +1,306 @@
+"""The consumer's side of WRITE mode: announces blocks to producers, and takes in what they push, layer by layer.
+
+Where the transport writes, a notification behind the last byte says that positions are in place. Where it does not (shared memory), the
+producer says that they are written in its own blocks, and they are copied from there and confirmed by the blocks' generations.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from interlock.core.buffer import Buffer
+from interlock.core.errors import KVTransferError
+from interlock.core.step import LoadPromise
+from interlock.kv_transfer.handshake import Announce, Announced, Cancel, Cancelled, Pushed, PushEnded, decode
+from interlock.kv_transfer.references import MAX_EPOCH, RemoteReference
+from interlock.kv_transfer.transfers import copy_descriptors
+from interlock.kv_transfer.transports.copy_worker import LoadTarget, PoolShape
+from interlock.kv_transfer.transports.peer_client import PeerPools, peer_of
+from interlock.kv_transfer.transports.transport import PeerAddress, PeerGoneError, Transport
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.1  # how often a producer's connection is looked at while something is awaited from it
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One promise that a producer fills. landed: per layer, the ranges that are in place; cause: why it was given up; announced: the
+    producer may know of it; ended: it has said that it pushes no more."""
+
+    key: int | str
+    promise: LoadPromise
+    reference: RemoteReference
+    target: LoadTarget
+    digest: str
+    landed: list[list[tuple[int, int]]]
+    nonce: int = field(default_factory=lambda: secrets.randbelow(MAX_EPOCH))
+    announced: bool = False
+    ended: bool = False
+    cause: str | None = None
+    abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
+    quiescent: threading.Event = field(default_factory=threading.Event)
+    on_late: Callable[[Sequence[str]], None] | None = None
+
+    def is_missing(self, layer: int) -> bool:
+        """Whether promised positions of the layer have not landed."""
+        position = self.promise.start
+        for start, stop in sorted(self.landed[layer]):
+            if start > position:
+                return True
+            position = max(position, stop)
+        return position < self.promise.stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    incoming: Incoming
+    message: Pushed
+
+
+class PushReceiver:
+    """What is awaited from producers. ours: where our blocks are."""
+
+    def __init__(self, pools: PeerPools, transport: Transport, ours: PeerAddress, shape: PoolShape) -> None:
+        self.dropped = 0
+        self._pools = pools
+        self._transport = transport
+        self._ours = ours
+        self._shape = shape
+        self._num_layers = len(shape.layer_addresses)
+        self._lock = threading.RLock()
+        self._incoming: dict[int, Incoming] = {}
+        self._queue: queue.SimpleQueue[Incoming | _Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="interlock-kv-receive", daemon=True)
+        self._thread.start()
+
+    def submit(self, key: int | str, promise: LoadPromise, reference: RemoteReference, target: LoadTarget, digest: str) -> None:
+        """Have a promise filled; returns at once. digest: of tokens [0, promise.stop)."""
+        incoming = Incoming(key, promise, reference, target, digest, [[] for _ in range(self._num_layers)])
+        with self._lock:
+            self._incoming[incoming.nonce] = incoming
+        self._queue.put(incoming)
+
+    def notified(self, data: bytes) -> None:
+        """A transport's notification; what is no message is dropped."""
+        try:
+            message = decode(data)
+        except KVTransferError as error:
+            logger.warning("a notification was dropped: %s", str(error))
+            return
+        if isinstance(message, Pushed):
+            self.pushed(message)
+
+    def pushed(self, message: Pushed | PushEnded) -> None:
+        """What a producer says. Anything that does not fit what is awaited is counted and dropped."""
+        with self._lock:
+            incoming = self._incoming.get(message.nonce)
+            if incoming is None or incoming.reference.request_id != message.transfer_id:
+                self.dropped += 1
+                return
+            if isinstance(message, PushEnded):
+                incoming.ended = True
+                self._give_up(incoming, message.reason)
+                return
+            promise = incoming.promise
+            if not (message.layer < self._num_layers and promise.start <= message.start < message.stop <= promise.stop):
+                self.dropped += 1
+                logger.warning(
+                    "layer %d [%d, %d) was pushed for transfer %r, which awaits other positions",
+                    message.layer,
+                    message.start,
+                    message.stop,
+                    message.transfer_id,
+                )
+                return
+            if self._transport.writes:
+                self._land(incoming, message)
+                return
+        self._queue.put(_Copy(incoming, message))
+
+    def abort(self, key: int | str, timeout: float, on_late: Callable[[Sequence[str]], None]) -> None:
+        """Give up what belongs to `key`, and return when none of it can be written any more. See `CopyWorker.abort`."""
+        given_up, deadline = self._of(key), time.monotonic() + timeout
+        for incoming in given_up:
+            self._give_up(incoming, "the load was given up")
+        for incoming in given_up:
+            if not incoming.quiescent.wait(max(0.0, deadline - time.monotonic())):
+                with self._lock:
+                    if not incoming.quiescent.is_set():
+                        incoming.on_late = on_late
+
+    def give_up(self, key: int | str) -> None:
+        """As `abort`, without waiting."""
+        for incoming in self._of(key):
+            self._give_up(incoming, "the load was given up")
+
+    def close(self) -> None:
+        """Stop the thread. May be called twice."""
+        self._queue.put(None)
+        self._thread.join()
+
+    # ---- below: the thread, except where the lock is held
+
+    def _of(self, key: int | str) -> list[Incoming]:
+        with self._lock:
+            return [incoming for incoming in self._incoming.values() if incoming.key == key]
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._queue.get(timeout=_WATCH_SECONDS if self._incoming else None)
+            except queue.Empty:
+                self._watch()
+                continue
+            if task is None:
+                return
+            try:
+                if isinstance(task, _Copy):
+                    self._copy(task.incoming, task.message)
+                elif task.cause is not None:
+                    self._cancel(task)
+                elif not task.announced:
+                    self._announce(task)
+            except Exception as error:
+                incoming = task.incoming if isinstance(task, _Copy) else task
+                logger.exception("transfer %r failed", incoming.reference.request_id)
+                self._give_up(incoming, f"the receiving thread raised {type(error).__name__}: {error}")
+
+    def _announce(self, incoming: Incoming) -> None:
+        promise = incoming.promise
+        message = Announce(
+            transfer_id=incoming.reference.request_id,
+            nonce=incoming.nonce,
+            engine_id=self._ours.engine_id,
+            rank=self._ours.rank,
+            epoch=self._ours.epoch,
+            host=self._ours.host,
+            port=self._ours.port,
+            start=promise.start,
+            stop=promise.stop,
+            block_ids=list(promise.block_ids),
+            token_digest=incoming.digest,
+        )
+        try:
+            peer = peer_of(incoming.reference)
+            self._pools.get(peer, lambda: incoming.cause is not None)
+        except KVTransferError as error:
+            self._fail(incoming, str(error))
+            return
+        incoming.announced = True
+        try:
+            answer = self._pools.ask(peer, message, lambda: incoming.cause is not None)
+        except KVTransferError as error:
+            self._give_up(incoming, str(error))
+            return
+        if not isinstance(answer, Announced):
+            self._give_up(incoming, f"an announcement was answered with {type(answer).__name__}, expected Announced")
+        elif answer.refusal is not None:
+            self._fail(incoming, answer.refusal)
+
+    def _copy(self, incoming: Incoming, message: Pushed) -> None:
+        """Copy positions out of the producer's blocks. Blocks that it had to give up meanwhile it fills again, and says so."""
+        shape, promise = self._shape, incoming.promise
+        if incoming.cause is not None or not incoming.is_missing(message.layer):
+            return
+        try:
+            pool = self._pools.get(peer_of(incoming.reference), lambda: incoming.cause is not None)
+            size = pool.description.block_size
+            if not len(message.block_ids) == len(message.generations) == -(-message.stop // size) - message.start // size:
+                raise KVTransferError(f"{len(message.block_ids)} blocks were named for positions [{message.start}, {message.stop})")
+            pool.check_blocks(message.block_ids)
+            offsets = copy_descriptors(
+                message.start,
+                message.stop,
+                promise.block_ids[message.start // shape.block_size - promise.start // shape.block_size :],
+                shape.block_size,
+                [0] * (message.start // size) + message.block_ids,
+                size,
+                shape.num_kv_heads,
+                shape.row_bytes,
+            )
+            descriptors = offsets + np.array([shape.layer_addresses[message.layer], pool.layer_address(message.layer), 0], np.int64)
+            pool.memory.post("read", descriptors, incoming.abort).wait(lambda: incoming.cause is not None)
+            void = pool.confirm(pool.epoch, np.array(message.block_ids), np.array(message.generations))
+        except KVTransferError as error:
+            self._give_up(incoming, str(error))
+            return
+        if void is None:
+            with self._lock:
+                self._land(incoming, message)
+        elif not pool.alive:
+            self._give_up(incoming, void)
+        else:
+            logger.info("transfer %r, layer %d: %s; it comes again", incoming.reference.request_id, message.layer, void)
+
+    def _land(self, incoming: Incoming, message: Pushed) -> None:
+        if incoming.cause is not None or not incoming.is_missing(message.layer):
+            return
+        incoming.landed[message.layer].append((message.start, message.stop))
+        if not incoming.is_missing(message.layer):
+            if not any(incoming.is_missing(layer) for layer in range(self._num_layers)):
+                self._forget(incoming)
+            incoming.target.end_layer(message.layer)
+
+    def _give_up(self, incoming: Incoming, cause: str) -> None:
+        """The producer is to stop first; the load has failed when it has."""
+        with self._lock:
+            if incoming.cause is None and incoming.nonce in self._incoming:
+                incoming.cause = cause
+                incoming.abort.numpy()[0] = 1
+                self._queue.put(incoming)
+
+    def _cancel(self, incoming: Incoming) -> None:
+        """Until the producer says that it has stopped, or is gone. Where only we write our blocks, its answer does not matter."""
+        if not incoming.announced or incoming.ended:
+            self._fail(incoming, incoming.cause or "")
+            return
+        message = Cancel(transfer_id=incoming.reference.request_id, nonce=incoming.nonce)
+        gone = False
+        try:
+            answer = self._pools.ask(peer_of(incoming.reference), message, lambda: False)
+            gone = isinstance(answer, Cancelled) and answer.nonce == incoming.nonce
+        except PeerGoneError:
+            gone = self._drained()
+        except KVTransferError as error:
+            logger.warning("transfer %r could not be cancelled: %s", incoming.reference.request_id, str(error))
+        if gone or not self._transport.writes:
+            self._fail(incoming, incoming.cause or "")
+
+    def _drained(self) -> bool:
+        """Take in what a producer that is gone had sent."""
+        self._transport.drain()
+        return True
+
+    def _watch(self) -> None:
+        with self._lock:
+            awaited = list(self._incoming.values())
+        for incoming in awaited:
+            if incoming.cause is not None:
+                self._cancel(incoming)
+            elif incoming.announced and not self._pools.is_alive(peer_of(incoming.reference)):
+                self._give_up(incoming, "the connection to the producer was lost before it had pushed everything")
+
+    def _fail(self, incoming: Incoming, cause: str) -> None:
+        """Nothing can write its blocks any more."""
+        with self._lock:
+            if incoming.nonce not in self._incoming:
+                return
+            incoming.cause = incoming.cause or cause
+            incoming.abort.numpy()[0] = 1
+            missing = [layer for layer in range(self._num_layers) if incoming.is_missing(layer)]
+            self._forget(incoming)
+        for layer in missing:
+            incoming.target.end_layer(layer, incoming.cause)
+
+    def _forget(self, incoming: Incoming) -> None:
+        del self._incoming[incoming.nonce]
+        incoming.quiescent.set()
+        if incoming.on_late is not None:
+            incoming.on_late([incoming.promise.req_id])

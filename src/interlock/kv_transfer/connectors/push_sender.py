@@ -1,0 +1,281 @@
+"""The producer's pushing thread (WRITE mode): each layer leaves as soon as the running step has written it.
+
+It waits on the `written` timelines, which signal nodes advance inside a FULL replay too, so no Python of a step is involved.
+"""
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from interlock.core.buffer import Buffer
+from interlock.core.errors import KVTransferError
+from interlock.graphs.timeline import Timelines
+from interlock.kv_transfer.connectors.peer_messages import PushChunk
+from interlock.kv_transfer.handshake import Announce, Cancel, Pushed, PushEnded, encode
+from interlock.kv_transfer.references import token_digest
+from interlock.kv_transfer.transfers import copy_descriptors
+from interlock.kv_transfer.transports.copy_worker import PoolShape
+from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
+from interlock.kv_transfer.transports.transport import PeerAddress, Transport
+
+logger = logging.getLogger(__name__)
+
+_SLICE_SECONDS = 0.02  # how late a withdrawal may be noticed while a layer is waited for
+_QUIESCENT_SECONDS = 5.0  # how long a withdrawal waits for what was posted
+_MAX_EARLY = 4096  # announcements of transfers that we have not heard of yet
+
+
+@dataclass(slots=True, eq=False)
+class _Push:
+    """One transfer. sent: per layer, the positions [announced start, sent) are in place; abort: its posts are to stop."""
+
+    transfer_id: str
+    token_ids: tuple[int, ...]
+    announcement: Announce | None = None
+    chunks: list[PushChunk] = field(default_factory=list)
+    kept: list[PushChunk] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
+    busy: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.abort.numpy()[0])
+
+    def stop(self, stopped: bool) -> None:
+        self.abort.numpy()[0] = int(stopped)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    push: _Push
+    announcement: Announce
+    chunks: Sequence[PushChunk]
+
+
+class PushSender:
+    """The transfers that we push. written: reached a step's stamp when the step has written the layer."""
+
+    def __init__(self, pools: PeerPools, transport: Transport, written: Timelines, shape: PoolShape) -> None:
+        self.failed = 0
+        self._pools = pools
+        self._transport = transport
+        self._written = written
+        self._shape = shape
+        self._num_layers = len(shape.layer_addresses)
+        self._condition = threading.Condition()
+        self._pushes: dict[str, _Push] = {}
+        self._early: OrderedDict[str, Announce] = OrderedDict()
+        self._ends: deque[tuple[Announce, str]] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="interlock-kv-push", daemon=True)
+        self._thread.start()
+
+    # ---- the step's side
+
+    def withdraw(self, transfer_ids: Sequence[str]) -> None:
+        """The blocks of these transfers are about to be given up: returns when nothing reads them any more. They will come again."""
+        with self._condition:
+            pushes = [self._pushes[i] for i in transfer_ids if i in self._pushes]
+            for push in pushes:
+                push.stop(True)
+            self._wait_idle(pushes)
+            for push in pushes:
+                push.stop(False)
+                push.chunks, push.kept = [], []
+                if not self._transport.writes:
+                    push.sent = []  # what the consumer had not copied yet is gone; what it had, it will not copy again
+
+    def add(self, chunks: Sequence[PushChunk]) -> None:
+        """Positions that have KV, or will have it at their stamp."""
+        with self._condition:
+            for chunk in chunks:
+                push = self._pushes.get(chunk.transfer_id)
+                if push is None:
+                    push = self._pushes[chunk.transfer_id] = _Push(chunk.transfer_id, chunk.token_ids)
+                    early = self._early.pop(chunk.transfer_id, None)
+                    if early is not None:
+                        self._accept(push, early)
+                push.chunks.append(chunk)
+            if chunks:
+                self._condition.notify_all()
+
+    def end(self, transfer_id: str, reason: str | None) -> None:
+        """The transfer is over; reason: why it is not complete. Returns when nothing reads its blocks any more."""
+        with self._condition:
+            push = self._pushes.pop(transfer_id, None)
+            announcement = self._early.pop(transfer_id, None) if push is None else push.announcement
+            if push is not None:
+                push.stop(True)
+                self._wait_idle([push])
+            if announcement is not None and reason is not None:
+                self._ends.append((announcement, reason))
+                self._condition.notify_all()
+
+    # ---- the peers' side (`PushBook`)
+
+    def announce(self, message: Announce) -> str | None:
+        """See `PushBook.announce`."""
+        with self._condition:
+            push = self._pushes.get(message.transfer_id)
+            if push is not None:
+                return self._accept(push, message)
+            if message.transfer_id in self._early:
+                return f"transfer {message.transfer_id!r} was announced before"
+            self._early[message.transfer_id] = message
+            while len(self._early) > _MAX_EARLY:
+                self._ends.append((self._early.popitem(last=False)[1], "too many announcements of transfers that nobody has asked this engine for"))
+            return None
+
+    def cancel(self, message: Cancel) -> None:
+        """See `PushBook.cancel`."""
+        with self._condition:
+            early = self._early.get(message.transfer_id)
+            if early is not None and early.nonce == message.nonce:
+                del self._early[message.transfer_id]
+            push = self._pushes.get(message.transfer_id)
+            if push is None or push.announcement is None or push.announcement.nonce != message.nonce:
+                return
+            push.stop(True)
+            self._wait_idle([push])
+            push.announcement = None
+
+    def close(self) -> None:
+        """Stop pushing. May be called twice."""
+        with self._condition:
+            self._stopping = True
+            for push in self._pushes.values():
+                push.stop(True)
+            self._condition.notify_all()
+        self._thread.join()
+
+    # ---- the thread
+
+    def _accept(self, push: _Push, message: Announce) -> str | None:
+        if push.announcement is not None:
+            return f"transfer {push.transfer_id!r} was announced before"
+        if message.stop > len(push.token_ids) or token_digest(push.token_ids[: message.stop]) != message.token_digest:
+            reason = f"the prompt of transfer {push.transfer_id!r} is another one here; send both engines the same prompt"
+            self._ends.append((message, reason))
+            return reason
+        push.announcement = message
+        push.stop(False)
+        push.chunks = push.kept + push.chunks
+        push.kept = []
+        push.sent = []
+        self._condition.notify_all()
+        return None
+
+    def _wait_idle(self, pushes: Sequence[_Push]) -> None:
+        if not self._condition.wait_for(lambda: not any(push.busy for push in pushes), _QUIESCENT_SECONDS):
+            raise KVTransferError(f"a push of transfer {pushes[0].transfer_id!r} could not be stopped within {_QUIESCENT_SECONDS:g} s")
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping or self._ends or self._ready())
+                if self._stopping:
+                    return
+                jobs = self._take_jobs()
+                ends = list(self._ends)
+                self._ends.clear()
+            for announcement, reason in ends:
+                self._tell_end(announcement, reason)
+            for layer in range(self._num_layers):
+                for job in jobs:
+                    if job.push.busy:
+                        self._push_layer(job, layer)
+            for job in jobs:
+                self._release(job.push)
+
+    def _ready(self) -> list[_Push]:
+        return [push for push in self._pushes.values() if push.announcement is not None and push.chunks and not push.stopped]
+
+    def _take_jobs(self) -> list[_Job]:
+        jobs = []
+        for push in self._ready():
+            assert push.announcement is not None
+            push.sent = push.sent or [push.announcement.start] * self._num_layers
+            push.busy = True
+            jobs.append(_Job(push, push.announcement, push.chunks))
+            push.kept += push.chunks
+            push.chunks = []
+        return jobs
+
+    def _release(self, push: _Push) -> None:
+        with self._condition:
+            push.busy = False
+            self._condition.notify_all()
+
+    def _push_layer(self, job: _Job, layer: int) -> None:
+        push, announcement = job.push, job.announcement
+        try:
+            pool = self._pools.get(_address(announcement), lambda: push.stopped)
+            for chunk in job.chunks:
+                start, stop = max(push.sent[layer], chunk.start), min(chunk.stop, announcement.stop)
+                if start < stop and self._wait_written(push, layer, chunk.stamp):
+                    self._move(pool, push, announcement, chunk, layer, start, stop)
+                    push.sent[layer] = stop
+        except KVTransferError as error:
+            stopped = push.stopped
+            push.stop(True)
+            if not stopped:
+                self.failed += 1
+                logger.warning("transfer %r could not be pushed to engine %r: %s", push.transfer_id, announcement.engine_id, str(error))
+                self._tell_end(announcement, f"the producer could not push: {error}")
+        if push.stopped:
+            self._release(push)
+
+    def _wait_written(self, push: _Push, layer: int, stamp: int) -> bool:
+        while not push.stopped:
+            if self._written.wait(layer, stamp, _SLICE_SECONDS):
+                return True
+        return False
+
+    def _move(self, pool: PeerPool, push: _Push, announcement: Announce, chunk: PushChunk, layer: int, start: int, stop: int) -> None:
+        """Positions [start, stop) of a layer, and word of it behind the last byte."""
+        shape = self._shape
+        if not self._transport.writes:
+            blocks = slice(start // shape.block_size, -(-stop // shape.block_size))
+            message = Pushed(
+                transfer_id=push.transfer_id,
+                nonce=announcement.nonce,
+                layer=layer,
+                start=start,
+                stop=stop,
+                block_ids=list(chunk.block_ids[blocks]),
+                generations=list(chunk.generations[blocks]),
+            )
+            self._pools.tell(_address(announcement), message)
+            return
+        size = pool.description.block_size
+        if len(announcement.block_ids) != -(-announcement.stop // size) - announcement.start // size:
+            raise KVTransferError(f"{len(announcement.block_ids)} blocks were announced for positions [{announcement.start}, {announcement.stop})")
+        pool.check_blocks(announcement.block_ids)
+        offsets = copy_descriptors(
+            start,
+            stop,
+            announcement.block_ids[start // size - announcement.start // size :],
+            size,
+            chunk.block_ids,
+            shape.block_size,
+            shape.num_kv_heads,
+            shape.row_bytes,
+        )
+        message = Pushed(transfer_id=push.transfer_id, nonce=announcement.nonce, layer=layer, start=start, stop=stop)
+        descriptors = offsets + np.array([pool.layer_address(layer), shape.layer_addresses[layer], 0], np.int64)
+        pool.memory.post("write", descriptors, push.abort, encode(message)).wait(lambda: False)
+
+    def _tell_end(self, announcement: Announce, reason: str) -> None:
+        try:
+            self._pools.tell(_address(announcement), PushEnded(transfer_id=announcement.transfer_id, nonce=announcement.nonce, reason=reason[:4000]))
+        except KVTransferError as error:
+            logger.warning("engine %r could not be told of the end of transfer %r: %s", announcement.engine_id, announcement.transfer_id, str(error))
+
+
+def _address(announcement: Announce) -> PeerAddress:
+    return PeerAddress(announcement.engine_id, announcement.rank, announcement.host, announcement.port, announcement.epoch)
