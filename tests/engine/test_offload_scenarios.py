@@ -1,15 +1,19 @@
 """What goes wrong with host tiers in the field, each with a negative control where it is about ordering."""
 
+import itertools
+
 import pytest
 import shelf_connector
 from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone
 
 from checkpoints import make_tiny_llama
 from interlock import SamplingParams
+from interlock.core.errors import KernelError
 
 BLOCK = 8
 A = [(7 * position) % 240 + 3 for position in range(4 * BLOCK + 3)]
 OTHERS = [[(11 * position + 50 * number) % 240 + 5 for position in range(3 * BLOCK + 2)] for number in range(1, 4)]
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def halves(llm, child=None):
 
 def start(llm, prompt, params=GREEDY):
     """Put a prompt in."""
-    request = llm.core.make_request(f"r{len(llm.core.scheduler.requests)}", {"prompt_token_ids": prompt}, params)
+    request = llm.core.make_request(f"r{next(NUMBERS)}", {"prompt_token_ids": prompt}, params)
     llm.core.add_request(request)
     return request
 
@@ -216,4 +220,84 @@ def test_b12_a_preempted_request_loads_again_and_changes_no_bit(model, alone, cu
         assert metrics["num_preemptions"] > 0
         assert metrics["num_external_tokens"] == 0, "what is counted is what a prompt found when it came"
         assert halves(llm)[1].loads, "who was preempted asked again"
+        drain(llm)
+
+
+def test_an_abort_in_mid_load_leaves_the_blocks_to_the_load(model, alone):
+    with open_tier(model, "HeldOffload", 12, num_blocks=8) as llm:
+        llm.generate([A], GREEDY)
+        forget_local(llm)
+        index, worker = halves(llm)
+        worker.hold_loads = True
+        request = start(llm, A)
+        step_until(llm, lambda: worker.held_loads)
+        llm.core.abort_request(request.request_id)
+        other = start(llm, OTHERS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))  # wants all eight blocks
+        for _ in range(60):
+            llm.core.step()
+        assert llm.audit().quarantined >= 4, "the blocks that are being loaded, whatever has become of their request"
+        assert not other.finished
+        worker.release()
+        step_until(llm, lambda: other.finished)
+        assert other.output_token_ids[:4] == tokens_alone(alone, OTHERS[0])
+        assert index.num_pins == 0
+        drain(llm)
+
+
+@pytest.mark.parametrize("cudagraph_mode", MODES)
+@pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+def test_a_step_that_fails_on_the_device_loses_no_save_no_load_and_no_block(model, alone, cudagraph_mode, async_load_bytes, monkeypatch):
+    with open_tier(model, "HeldOffload", 30, async_load_bytes, num_blocks=30, cudagraph_mode=cudagraph_mode) as llm:
+        llm.generate([A], GREEDY)
+        forget_local(llm)
+        index, _ = halves(llm)
+        other = start(llm, OTHERS[0])
+        llm.core.step()  # what it computed is ordered to be saved with the next step
+        request = start(llm, A)
+
+        def fail(descriptor):
+            raise KernelError("a kernel has failed")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(llm.core.runner._graphs, "launch", fail)
+            step_until(llm, lambda: other.finished)
+        step_until(llm, lambda: request.finished)
+        assert other.finish_reason == "error"
+        assert request.finish_reason == ("length" if async_load_bytes == 0 else "error")
+        drain(llm)
+        assert index.num_pins == 0
+        assert all(not index.wants(key) for key in other.block_hashes[:3]), "what had been computed before is saved"
+        for prompt in (A, OTHERS[0]):
+            (output,) = llm.generate([prompt], GREEDY)
+            assert bits(output) == alone[tuple(prompt)]
+        drain(llm)
+
+
+@pytest.mark.parametrize(("role", "saves", "loads"), [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)])
+def test_a_producer_saves_and_a_consumer_loads(model, alone, role, saves, loads, tmp_path):
+    path = {"path": str(tmp_path)}
+    with open_engine(model, "StorageConnector", path, transfer={"kv_role": role}) as llm:
+        llm.generate([A], GREEDY)
+        drain(llm)
+    assert len(list(tmp_path.rglob("*.kv"))) == (4 if saves else 0)
+    with open_engine(model, "StorageConnector", path) as llm:
+        llm.generate([A], GREEDY)
+        drain(llm)
+    with open_engine(model, "StorageConnector", path, transfer={"kv_role": role}) as llm:
+        (output,) = llm.generate([A], GREEDY)
+        assert bits(output) == alone[tuple(A)]
+        assert llm.metrics()["num_external_tokens"] == (4 * BLOCK if loads else 0)
+        drain(llm)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_b14_of_a_prompt_in_chunks_only_what_was_computed_is_found(model, tmp_path, num_steps):
+    path, prompt = {"path": str(tmp_path)}, A + A + A[:10]
+    with open_engine(model, "StorageConnector", path, max_num_batched_tokens=3 * BLOCK) as llm:
+        start(llm, prompt)
+        step_until(llm, lambda: llm.metrics()["num_computed_tokens"] == num_steps * 3 * BLOCK)
+    with open_engine(model, "StorageConnector", path) as llm:
+        (output,) = llm.generate([prompt], GREEDY)
+        assert [bits(output)] == run_alone(model, [prompt], [GREEDY])
+        assert llm.metrics()["num_external_tokens"] == (num_steps - 1) * 3 * BLOCK, "each chunk is saved after its step has retired"
         drain(llm)
