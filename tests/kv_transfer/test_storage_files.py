@@ -245,6 +245,13 @@ def test_the_least_recently_used_go_first_and_the_bound_holds_after_each_write(t
     assert all(files.contains(key_of(number)) for number in (7, 8, 9, 10))
 
 
+def test_an_entry_that_is_evicted_while_it_is_looked_at_is_written(tmp_path):
+    files = BlockFiles(tmp_path, CONFIG, ROOM)
+    files.contains = lambda key: True
+    files.write(key_of(1), payload_of(1))
+    assert bytes(files.read(key_of(1))) == payload_of(1)
+
+
 def test_reading_an_entry_marks_it_as_used(tmp_path):
     files = BlockFiles(tmp_path, CONFIG, ROOM)
     files.write(key_of(1), payload_of(1))

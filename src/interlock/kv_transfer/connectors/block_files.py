@@ -86,8 +86,9 @@ class BlockFiles:
         """Add an entry. One that is there is only marked as used, unless it is to be replaced. Raises OSError, with nothing changed."""
         path = self.path(key)
         if not replace and self.contains(key):
-            os.utime(path)
-            return
+            with contextlib.suppress(FileNotFoundError):  # evicted by another process since
+                os.utime(path)
+                return
         self._make_room()
         for directory in (path.parent.parent, path.parent):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
