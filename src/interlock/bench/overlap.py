@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from interlock.bench import overlap_transport
 from interlock.bench.measure import Figure, alternate, compare
 from interlock.bench.overlap_step import Answer, Batch, RepeatedStep, Way
 from interlock.bench.session import Session
@@ -13,11 +14,12 @@ from interlock.core.errors import InterlockError
 from interlock.core.forward_context import CUDAGraphMode
 
 GATES: Final = Way("FULL, gates", CUDAGraphMode.FULL, "gate")
+BARRIER: Final = Way("FULL, barrier", CUDAGraphMode.FULL, "barrier")
 WAYS: Final = (
     GATES,
     Way("PIECEWISE, hooks", CUDAGraphMode.PIECEWISE, "auto"),
     Way("eager, hooks", CUDAGraphMode.NONE, "auto"),
-    Way("FULL, barrier", CUDAGraphMode.FULL, "barrier"),
+    BARRIER,
 )
 RATIOS: Final = (0.25, 0.5, 1.0, 2.0)
 BATCH: Final = Batch(loaded=1000, others=(128,) * 7)
@@ -56,7 +58,7 @@ class Point:
 
 
 def run(session: Session) -> list[Figure]:
-    """Four engines, one for each way, take turns at each ratio."""
+    """Four engines, one for each way, take turns: on loads that come due by the clock, then on real transports."""
     session.say("overlap: starting an engine for each way")
     steps = []
     try:
@@ -66,7 +68,8 @@ def run(session: Session) -> list[Figure]:
     finally:
         for step in steps:
             step.close()
-    return [figure for point in points for figure in figures(point)]
+    real = overlap_transport.run(session.model, session.threads, session.rounds, WAYS, BARRIER, session.say)
+    return [*(figure for point in points for figure in figures(point)), *real]
 
 
 def measure(
