@@ -1,5 +1,6 @@
 """Ranks of a data-parallel engine as spawned processes: what each does in a scenario, and how the test starts them and watches over them."""
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -64,6 +65,20 @@ def _run(scenario: Callable[..., Any], connection: Connection, *arguments: Any) 
     except BaseException:
         answer = False, traceback.format_exc()
     connection.send(answer)
+
+
+def listening_addresses() -> set[str]:
+    """The addresses at which this process listens, as /proc/net writes them (hexadecimal, without the port)."""
+    mine = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            rows = [line.split() for line in lines][1:]
+        found |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    return found
 
 
 class SlowTier(KVConnector):
@@ -211,6 +226,7 @@ def starved_ranks(rank: int, link: Connection, model: str, mode: str, port: int)
 def lost_rank(rank: int, link: Connection, model: str, port: int) -> Any:
     """Rank 1 ends without a word in the middle of a run."""
     engine = Rank(config_of(model, rank, port))
+    assert listening_addresses() == {"0100007F"}, "the ranks of one machine listen on the loopback interface alone"
     engine.add("r", OTHER_PROMPT, max_tokens=100)
     engine.steps(3)
     if rank == 1:

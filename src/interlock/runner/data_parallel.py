@@ -4,7 +4,9 @@ torch is imported here and nowhere else for this, and only in an engine whose ra
 """
 
 import importlib
+import ipaddress
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,10 +55,10 @@ class GlooGroup:
         self._torch = torch
         self._broken: str | None = None
         try:
-            store = dist.TCPStore(address, port, size, rank == 0, timeout=timedelta(seconds=START_SECONDS))
+            store = _make_store(dist, rank, size, address, port)
             _compare_options(store, rank, size, options or {})
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=STEP_SECONDS))
-        except RuntimeError as error:
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, _gloo_options(dist, address))
+        except (RuntimeError, OSError) as error:
             raise DataParallelError(
                 f"data-parallel rank {rank} of {size} did not meet the others at {address}:{port}: {_first_line(error)}; "
                 "start every rank with the same data_parallel_master_ip and data_parallel_master_port"
@@ -186,6 +188,25 @@ def _wait(work: Any) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
+
+
+def _make_store(dist: Any, rank: int, size: int, address: str, port: int) -> Any:
+    """Where the ranks meet. Rank 0 listens at `address` alone; left to itself torch would listen on every interface."""
+    timeout = timedelta(seconds=START_SECONDS)
+    if rank != 0:
+        return dist.TCPStore(address, port, size, False, timeout=timeout)
+    listener = socket.create_server((address, port))
+    return dist.TCPStore(address, port, size, True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _gloo_options(dist: Any, address: str) -> Any:
+    """Ranks of one machine, which meet on the loopback interface, also talk there."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=STEP_SECONDS)
+    on_loopback = ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    make_device = dist.ProcessGroupGloo.create_device
+    options._devices = [make_device(hostname=address) if on_loopback else dist.ProcessGroupGloo.create_default_device()]
+    return options
 
 
 def _compare_options(store: Any, rank: int, size: int, options: Mapping[str, str]) -> None:
