@@ -19,13 +19,14 @@ ARGS ?=
 BENCH ?= all
 BENCH_JSON ?= bench-results/latest.json
 
-.PHONY: help setup run test lint format bench bench-peers clean
+.PHONY: help setup run test lint format bench bench-peers storm clean
 help:
 	@echo "make run          the main job: prefill in one process, decode in another, on the embedded model (ARGS=... are passed on)"
 	@echo "make test         install the test tools and run the tests"
 	@echo "make lint         ruff, mypy, the floors, and that each test file is collected"
 	@echo "make bench        the benchmarks (BENCH=decode for one), alternating with the peers where they are installed"
 	@echo "make bench-peers  install the peers in a venv of their own"
+	@echo "make storm        200 engines killed at random moments; the result goes to docs/storm.md"
 	@echo "make setup        everything a developer needs, without running it"
 
 setup: $(DEV_STAMP)
@@ -52,6 +53,9 @@ bench: $(RUN_STAMP)
 	$(BIN)/interlock bench $(BENCH) --json $(BENCH_JSON) $(ARGS)
 
 bench-peers: $(PEERS_STAMP)
+
+storm: $(DEV_STAMP)
+	$(BIN)/python tests/kv_transfer/storm.py --kills 200 --report docs/storm.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

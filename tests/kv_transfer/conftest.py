@@ -18,14 +18,20 @@ def held_descriptors():
 
 
 @pytest.fixture
-def engines():
+def transport(request):
+    """Which transport the engines of a test use: parametrized indirectly, shared memory otherwise."""
+    return getattr(request, "param", "shared_memory")
+
+
+@pytest.fixture
+def engines(transport):
     """Makes engines with an id of their own, and closes them; ends with the count of descriptors unchanged."""
     before = held_descriptors()
     threads_before = threading.active_count()
     made = []
 
     def make(*args, **kwargs):
-        made.append(PeerEngine(f"test-{uuid.uuid4().hex}", *args, **kwargs))
+        made.append(PeerEngine(f"test-{uuid.uuid4().hex}", *args, **{"transport": transport, **kwargs}))
         return made[-1]
 
     yield make
@@ -40,7 +46,7 @@ def engines():
 
 
 @pytest.fixture
-def producer_process():
-    process = ProducerProcess(f"test-{uuid.uuid4().hex}")
+def producer_process(transport):
+    process = ProducerProcess(f"test-{uuid.uuid4().hex}", transport)
     yield process
     process.stop()

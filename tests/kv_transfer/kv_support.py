@@ -19,14 +19,14 @@ BLOCK_SIZE = 4
 LAYERS = ("layer.0", "layer.1", "layer.2")
 
 
-def kv_cache_config(num_blocks: int = 8, block_size: int = BLOCK_SIZE, identity: str = "kv-a") -> KVCacheConfig:
+def kv_cache_config(num_blocks: int = 8, block_size: int = BLOCK_SIZE, identity: str = "kv-a", dtype: Any = "bfloat16") -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=num_blocks,
         block_size=block_size,
         num_layers=len(LAYERS),
         num_kv_heads=2,
         head_dim=8,
-        dtype="bfloat16",
+        dtype=dtype,
         layer_names=LAYERS,
         identity=identity,
     )

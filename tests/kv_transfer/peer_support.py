@@ -1,5 +1,6 @@
 """A stand-in for an engine around the peer connector: both halves, a shared pool, and steps; also as a separate producer process."""
 
+import dataclasses
 import multiprocessing
 from typing import Any
 
@@ -8,7 +9,10 @@ from kv_support import LAYERS, Batch, Request, context, engine_config, kv_cache_
 
 from interlock.core.buffer import Buffer
 from interlock.core.forward_context import CUDAGraphMode
-from interlock.core.step import LoadPromise
+from interlock.core.step import CachedRequestData, LoadPromise
+from interlock.graphs import NATIVE_FUNCTIONS
+from interlock.graphs.timeline import Timelines
+from interlock.kernels import native
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.peer import PeerConnector
 from interlock.kv_transfer.ledger import Ledger
@@ -22,23 +26,34 @@ class PeerEngine:
     """Blocks are chosen by the test; `steps` counts the stamps."""
 
     def __init__(
-        self, engine_id: str, role: str = "kv_both", *, connector: type[PeerConnector] = PeerConnector, timeout: float = 10.0, **options: Any
+        self,
+        engine_id: str,
+        role: str = "kv_both",
+        *,
+        connector: type[PeerConnector] = PeerConnector,
+        timeout: float = 10.0,
+        max_sync_load_seconds: float | None = None,
+        **options: Any,
     ) -> None:
-        shape = {key: options.pop(key) for key in ("num_blocks", "block_size", "identity") if key in options}
+        shape = {key: options.pop(key) for key in ("num_blocks", "block_size", "identity", "dtype") if key in options}
         self.kv = kv_cache_config(**shape)
-        config = engine_config(engine_id, role, **options)
+        config = dataclasses.replace(engine_config(engine_id, role, **options), max_sync_load_seconds=max_sync_load_seconds)
+        native.load(NATIVE_FUNCTIONS)
+        self.written = Timelines(len(LAYERS))
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, self.kv)
         self.worker = connector(config, KVConnectorRole.WORKER, self.kv)
         self.pool = allocate_pool(self.kv.layer_bytes * self.kv.num_layers)
         layer_shape = (self.kv.num_blocks, 2, self.kv.num_kv_heads, self.kv.block_size, self.kv.head_dim)
         base = self.pool.buffer
         self.caches = {
-            name: Buffer(base.address + i * self.kv.layer_bytes, layer_shape, "bfloat16", base.owner) for i, name in enumerate(self.kv.layer_names)
+            name: Buffer(base.address + i * self.kv.layer_bytes, layer_shape, self.kv.dtype, base.owner) for i, name in enumerate(self.kv.layer_names)
         }
         self.worker.register_pool(self.pool)
+        self.worker.register_timelines(self.written)
         try:
             self.worker.register_kv_caches(self.caches)
         except BaseException:
+            self.worker.shutdown()
             self.pool.close()
             raise
         self.ledger = Ledger(self.kv.num_layers, self.kv.block_size, connector.clock)
@@ -60,10 +75,14 @@ class PeerEngine:
         self.scheduler.update_connector_output(output)
         return output
 
-    def begin_step(self, mode: CUDAGraphMode, promises: tuple[LoadPromise, ...] = ()) -> Any:
+    def begin_step(self, mode: CUDAGraphMode, promises: tuple[LoadPromise, ...] = (), scheduled: dict[str, tuple[int, int]] | None = None) -> Any:
+        """scheduled: per request, the position where its KV ends before this step, and how many tokens the step computes."""
         self.steps += 1
         planned = scheduler_output(self.steps, promises)
-        planned = scheduler_output(self.steps, promises, self.scheduler.build_connector_meta(planned))
+        entries = [CachedRequestData(req_id, [], computed, computed) for req_id, (computed, _) in (scheduled or {}).items()]
+        counts = {req_id: count for req_id, (_, count) in (scheduled or {}).items()}
+        planned = dataclasses.replace(planned, scheduled_cached_reqs=entries, num_scheduled_tokens=counts)
+        planned = dataclasses.replace(planned, kv_connector_metadata=self.scheduler.build_connector_meta(planned))
         # These steps have no replay that could wait at gates.
         self.driver.kv_load_wait = "barrier" if mode is CUDAGraphMode.FULL else "auto"
         kv = self.driver.begin(context(self.steps, mode))
@@ -78,11 +97,11 @@ class PeerEngine:
         kv.finish_forward()
         return kv.post_forward(frozenset())
 
-    def prefill(self, request_id: str, tokens: list[int], block_ids: list[int]) -> dict[str, Any]:
+    def prefill(self, request_id: str, tokens: list[int], block_ids: list[int], **extra: Any) -> dict[str, Any]:
         """A request whose KV is in `block_ids` ends; its hand-off parameters."""
         if not self.steps:
             self.step()
-        request = Request(request_id, [*tokens, 99], len(tokens), len(tokens), REMOTE_DECODE, "length")
+        request = Request(request_id, [*tokens, 99], len(tokens), len(tokens), REMOTE_DECODE | extra, "length", list(block_ids))
         self.scheduler.on_new_request(request)
         keep, params = self.scheduler.request_finished(request, block_ids)
         assert keep
@@ -124,9 +143,9 @@ class PeerEngine:
         self.pool.close()
 
 
-def producer_process(pipe: Any, engine_id: str, seed: int) -> None:
+def producer_process(pipe: Any, engine_id: str, transport: str, seed: int) -> None:
     """A prefill engine in its own process, driven over a pipe: ('prefill', id, tokens, blocks) → params, ('step',), ('stop',)."""
-    engine = PeerEngine(engine_id, "kv_producer")
+    engine = PeerEngine(engine_id, "kv_producer", transport=transport)
     engine.fill(seed)
     pipe.send("ready")
     while True:
@@ -143,10 +162,10 @@ def producer_process(pipe: Any, engine_id: str, seed: int) -> None:
 
 
 class ProducerProcess:
-    def __init__(self, engine_id: str, seed: int = 7) -> None:
+    def __init__(self, engine_id: str, transport: str, seed: int = 7) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, child = spawn.Pipe()
-        self.process = spawn.Process(target=producer_process, args=(child, engine_id, seed))
+        self.process = spawn.Process(target=producer_process, args=(child, engine_id, transport, seed))
         self.process.start()
         child.close()
         assert self.pipe.recv() == "ready"

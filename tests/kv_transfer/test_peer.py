@@ -12,7 +12,10 @@ from interlock.kv_transfer.connectors.peer import PeerConnector
 MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 TOKENS = list(range(100, 113))
 
+over_both_transports = pytest.mark.parametrize("transport", ["shared_memory", "nixl"], indirect=True)
 
+
+@over_both_transports
 @pytest.mark.parametrize("mode", MODES)
 def test_exactly_the_promised_positions_are_read(engines, mode):
     producer, consumer = engines(), engines()
@@ -34,6 +37,7 @@ def test_exactly_the_promised_positions_are_read(engines, mode):
     assert np.array_equal(kept, consumer.positions([1, 6, 3], 11, 12))
 
 
+@over_both_transports
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (4, 8), (2, 8), (16, 4)])
 @pytest.mark.parametrize("local_hit", [0, 1, 2])
 def test_remote_blocks_are_matched_by_position_whatever_the_block_sizes_and_the_local_hit(engines, sizes, local_hit):
@@ -52,6 +56,7 @@ def test_remote_blocks_are_matched_by_position_whatever_the_block_sizes_and_the_
     assert np.array_equal(consumer.positions(blocks, 0, start), before)
 
 
+@over_both_transports
 def test_a_lease_ends_with_the_consumers_notice_and_the_blocks_get_new_generations(engines):
     producer, consumer = engines(), engines()
     params = producer.prefill("p", TOKENS[:8], [1, 2])
@@ -85,6 +90,7 @@ def test_a_repeated_notice_does_not_end_the_lease_of_a_later_request_of_the_same
         assert producer.step().finished_sending == expected
 
 
+@over_both_transports
 def test_a_full_local_hit_reads_nothing_and_gives_the_reference_back(engines):
     producer, consumer = engines(), engines()
     params = producer.prefill("p", TOKENS[:8], [1, 2])
@@ -111,6 +117,7 @@ def test_a_request_that_has_been_read_does_not_ask_again(engines):
     assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
+@over_both_transports
 def test_several_requests_may_read_one_reference_at_once_and_none_afterwards(engines):
     producer, consumer = engines(), engines()
     producer.fill(1)
@@ -124,6 +131,7 @@ def test_several_requests_may_read_one_reference_at_once_and_none_afterwards(eng
     assert output.invalid_block_ids == {5, 6}
 
 
+@over_both_transports
 class TestFailures:
     def load_error(self, consumer, params, mode=CUDAGraphMode.FULL, blocks=(1, 2)):
         _, promises = consumer.admit("d", TOKENS[:8], params, list(blocks))
@@ -311,6 +319,7 @@ def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
 
 
 class TestProcesses:
+    @over_both_transports
     @pytest.mark.parametrize("mode", MODES)
     def test_reads_between_two_processes(self, engines, producer_process, mode):
         consumer = engines()
@@ -336,6 +345,7 @@ class TestProcesses:
         assert "connection" in result[0].load_errors["d"]
         assert result[0].invalid_block_ids == {1, 6, 3}
 
+    @over_both_transports
     def test_a_producer_killed_before_the_read_is_a_failure(self, engines, producer_process):
         consumer = engines()
         params = producer_process.ask("prefill", "p", TOKENS[:12], [5, 2, 7])

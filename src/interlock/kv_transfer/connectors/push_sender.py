@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.02  # how late a withdrawal may be noticed while a layer is waited for
 _QUIESCENT_SECONDS = 5.0  # how long a withdrawal waits for what was posted
 _MAX_EARLY = 4096  # announcements of transfers that we have not heard of yet
+_REMEMBERED_ENDS = 4096  # of transfers whose announcement may still come
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +71,7 @@ class PushSender:
         self._condition = threading.Condition()
         self._pushes: dict[str, _Push] = {}
         self._early: OrderedDict[str, Announce] = OrderedDict()
+        self._over: OrderedDict[str, str] = OrderedDict()
         self._ends: deque[tuple[Announce, str]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="interlock-kv-push", daemon=True)
@@ -96,10 +98,12 @@ class PushSender:
             for chunk in chunks:
                 push = self._pushes.get(chunk.transfer_id)
                 if push is None:
+                    self._over.pop(chunk.transfer_id, None)
                     push = self._pushes[chunk.transfer_id] = _Push(chunk.transfer_id, chunk.token_ids)
                     early = self._early.pop(chunk.transfer_id, None)
-                    if early is not None:
-                        self._accept(push, early)
+                    refusal = self._accept(push, early) if early is not None else None
+                    if early is not None and refusal is not None:
+                        self._ends.append((early, refusal))
                 push.chunks.append(chunk)
             if chunks:
                 self._condition.notify_all()
@@ -107,6 +111,9 @@ class PushSender:
     def end(self, transfer_id: str, reason: str | None) -> None:
         """The transfer is over; reason: why it is not complete. Returns when nothing reads its blocks any more."""
         with self._condition:
+            self._over[transfer_id] = reason or "the transfer has ended"
+            while len(self._over) > _REMEMBERED_ENDS:
+                self._over.popitem(last=False)
             push = self._pushes.pop(transfer_id, None)
             announcement = self._early.pop(transfer_id, None) if push is None else push.announcement
             if push is not None:
@@ -124,6 +131,8 @@ class PushSender:
             push = self._pushes.get(message.transfer_id)
             if push is not None:
                 return self._accept(push, message)
+            if message.transfer_id in self._over:
+                return self._over[message.transfer_id]
             if message.transfer_id in self._early:
                 return f"transfer {message.transfer_id!r} was announced before"
             self._early[message.transfer_id] = message
@@ -159,9 +168,7 @@ class PushSender:
         if push.announcement is not None:
             return f"transfer {push.transfer_id!r} was announced before"
         if message.stop > len(push.token_ids) or token_digest(push.token_ids[: message.stop]) != message.token_digest:
-            reason = f"the prompt of transfer {push.transfer_id!r} is another one here; send both engines the same prompt"
-            self._ends.append((message, reason))
-            return reason
+            return f"the prompt of transfer {push.transfer_id!r} is another one here; send both engines the same prompt"
         push.announcement = message
         push.stop(False)
         push.chunks = push.kept + push.chunks
