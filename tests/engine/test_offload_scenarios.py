@@ -5,6 +5,7 @@ import itertools
 import pytest
 import shelf_connector
 from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone
+from tier_puppets import TardyShelf
 
 from checkpoints import make_tiny_llama
 from interlock import SamplingParams
@@ -301,3 +302,47 @@ def test_b14_of_a_prompt_in_chunks_only_what_was_computed_is_found(model, tmp_pa
         assert [bits(output)] == run_alone(model, [prompt], [GREEDY])
         assert llm.metrics()["num_external_tokens"] == (num_steps - 1) * 3 * BLOCK, "each chunk is saved after its step has retired"
         drain(llm)
+
+
+class Deaf:
+    """The negative control: does not hear that blocks are invalid."""
+
+    def invalidate(self, block_ids):
+        pass
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("tier", ["OffloadConnector", "StorageConnector"])
+def test_b16_what_turns_out_wrong_after_it_was_saved_does_not_stay_in_the_tier(model, tmp_path, tier, hears):
+    long = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    expected = run_alone(model, [A], [long])[0]
+    shelf_connector.SHELF.append(shelf_connector.Shelf())
+    extra = {"cpu_bytes": 40 * BLOCK_BYTES} if tier == "OffloadConnector" else {"path": str(tmp_path)}
+    children = [{"kv_connector": "tier_puppets:TardyShelf"}, {"kv_connector": tier, "kv_connector_extra_config": extra}]
+    with open_engine(model, "MultiConnector", {"connectors": children}, transfer={"kv_load_failure_policy": "recompute"}) as llm:
+        scheduler_half = llm.core._connector.children[1].scheduler_half
+        llm.generate([A], long)
+        drain(llm)
+        forget_everything(llm, scheduler_half, tmp_path)
+        request = start(llm, A, long)
+        step_until(llm, lambda: request.num_output_tokens == 6)
+        assert all(not scheduler_half.index.wants(key) for key in request.block_hashes[:4]), "the garbage is saved"
+        if not hears:
+            scheduler_half.invalidate = Deaf().invalidate
+        TardyShelf.notices = True
+        step_until(llm, lambda: request.finished)
+        assert llm.metrics()["num_failed_loads"] == 1
+        forget_local(llm)
+        shelf_connector.SHELF[-1].entries.clear()
+        (output,) = llm.generate([A], long)
+        assert (bits(output) == expected) == hears
+        drain(llm)
+
+
+def forget_everything(llm, scheduler_half, directory):
+    """Only the shelf has something."""
+    llm.core.reset_prefix_cache()
+    for key in [*getattr(scheduler_half.index, "_stored", ()), *getattr(scheduler_half.index, "_saved", ())]:
+        scheduler_half.index.distrust(key)
+    for path in directory.rglob("*.kv"):
+        path.unlink()

@@ -82,6 +82,11 @@ class HolderOfNothing:
 
     def release_quarantine(self, block_ids: Sequence[int], owner: str) -> None: ...
 
+    def published_key(self, block_id: int) -> bytes | None: ...
+
+    def published_children(self) -> dict[bytes | None, list[int]]:
+        return {}
+
 
 class CarelessOffload(HeldOffload):
     """The negative control: blocks that are being saved are not held."""
@@ -133,6 +138,25 @@ class PuppetRemote(ShelfConnector):
                 self.loaded.add(req_id)
             self.held = {}
         return super().get_finished(finished_req_ids)
+
+
+class TardyShelf(ShelfConnector):
+    """Its loads bring garbage from the second block on, which it notices when the test says so."""
+
+    notices = False
+
+    def _load(self, block_ids: list[int], start: int, stop: int, tokens: tuple[int, ...]) -> None:
+        super()._load(block_ids, start, stop, tokens)
+        first = start // self.block_size + 1
+        for layer in self.layers:
+            layer[block_ids[first : stop // self.block_size]] = 0x3C00  # bfloat16: 0.0078125
+        self.late = set(block_ids[first : stop // self.block_size])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if TardyShelf.notices:
+            TardyShelf.notices = False
+            return self.late
+        return set()
 
 
 class Faults:

@@ -276,7 +276,11 @@ def test_blocks_that_an_owner_names_count_as_not_landed(mode, names):
     pair.working[0].bad_blocks = {1}
     assert pair.step([promise("r", 0, 1)], mode).invalid_block_ids == {1}
     pair.working[0].bad_blocks = {0}
-    assert pair.step(mode=mode).invalid_block_ids == frozenset(), "the step is over"
+    assert pair.step(mode=mode).invalid_block_ids == {0}, "it may notice later"
+    pair.working[0].bad_blocks = {0}
+    assert pair.step(mode=mode, finished=["r"]).invalid_block_ids == {0}
+    pair.working[0].bad_blocks = {0}
+    assert pair.step(mode=mode).invalid_block_ids == frozenset(), "the request has gone, the block may be another's"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_support import engine_config, kv_cache_config, kv_caches, random_bytes
+from kv_support import Request, engine_config, kv_cache_config, kv_caches, random_bytes
 
 from interlock.core.config import KVTransferConfig
 from interlock.core.errors import ConfigError, LifecycleError
@@ -15,7 +15,8 @@ from interlock.graphs.copy import COPY_LIST
 from interlock.kernels import native
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker
-from interlock.kv_transfer.connectors.tier_messages import TierLoad, TierSave
+from interlock.kv_transfer.connectors.tier_messages import TierLoad, TierSave, TierWorkerMeta
+from interlock.kv_transfer.connectors.tier_scheduler import TierSchedulerHalf
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.registry import create_connector
 
@@ -83,6 +84,20 @@ def test_what_is_distrusted_is_a_miss_unless_somebody_still_reads_it():
     assert [index.count_present([key_of(number)]) for number in (1, 2)] == [0, 1]
 
 
+def test_what_is_wrong_is_a_miss_at_once_and_its_slot_is_free_when_nobody_reads_it():
+    index = HostIndex(2)
+    store(index, 1, 2)
+    index.pin([key_of(2)])
+    index.forget(key_of(1))
+    index.forget(key_of(2))
+    index.forget(key_of(3))
+    assert [index.wants(key_of(number)) for number in (1, 2)] == [True, True]
+    assert len(store(index, 4, 5)) == 1, "the slot of 2 is still read"
+    index.unpin([key_of(2)])
+    assert len(store(index, 6)) == 1
+    assert [index.count_present([key_of(number)]) for number in (4, 6)] == [1, 1]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["reserve", "commit", "fail", "pin", "unpin", "touch", "distrust"]), st.integers(0, 7)), max_size=60))
 def test_slots_are_never_shared_and_pinned_content_never_moves(actions):
     index = HostIndex(4)
@@ -109,6 +124,33 @@ def test_slots_are_never_shared_and_pinned_content_never_moves(actions):
         assert len(set(used)) == len(used) <= 4
         assert all(index.places([key]) == pinned_at[key] for key in pins)
     assert index.num_pins == len(pins)
+
+
+# When a load lets its request wait
+
+
+@pytest.mark.parametrize(
+    ("async_load_bytes", "max_sync_load_seconds", "bytes_per_second", "is_async"),
+    [
+        (2 * BLOCK_BYTES, None, 1.0, True),
+        (2 * BLOCK_BYTES + 1, None, 1.0, False),
+        (1 << 40, 1.0, None, False),
+        (1 << 40, 1.0, 2 * BLOCK_BYTES, False),
+        (1 << 40, 1.0, 2 * BLOCK_BYTES - 1, True),
+    ],
+)
+def test_a_load_waits_outside_the_steps_if_it_is_large_or_predicted_to_be_slow(async_load_bytes, max_sync_load_seconds, bytes_per_second, is_async):
+    index = HostIndex(4)
+    store(index, 1, 2)
+    half = TierSchedulerHalf("tier", index, CONFIG.block_size, BLOCK_BYTES, async_load_bytes, max_sync_load_seconds, saves=True, loads=True)
+    half.update(TierWorkerMeta(bytes_per_second=bytes_per_second))
+    request = HashedRequest("r", list(range(3 * CONFIG.block_size)), 1)
+    assert half.num_matched(request, 0) == (2 * CONFIG.block_size, is_async)
+    assert half.num_matched(request, 2 * CONFIG.block_size) == (0, False)
+
+
+class HashedRequest(Request):
+    block_hashes = (key_of(1), key_of(2), key_of(3))
 
 
 # The copies

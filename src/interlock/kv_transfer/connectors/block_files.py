@@ -75,8 +75,7 @@ class BlockFiles:
         path = self.path(key)
         data = self.read_bytes(path)
         if not self._holds(data, key):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self.remove(key)
             raise KVTransferError(f"{path} is not a whole block with this key ({len(data)} bytes, expected {self.file_bytes}); removed")
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -108,6 +107,11 @@ class BlockFiles:
         with self._lock:
             self._used = (self._used or 0) + self.file_bytes
             self._unseen += self.file_bytes
+
+    def remove(self, key: bytes) -> None:
+        """Remove an entry, if it is there and can be removed."""
+        with contextlib.suppress(OSError):
+            self.path(key).unlink()
 
     def clean(self) -> None:
         """Remove what writers that are gone have left half-written."""

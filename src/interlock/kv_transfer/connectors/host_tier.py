@@ -1,6 +1,7 @@
 """A tier in host memory: what is in which slot, least recently used out first; and the thread that copies between slots and blocks."""
 
 import logging
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Event, Lock, Thread
@@ -29,6 +30,7 @@ class HostIndex:
         self._filling: dict[bytes, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins: Counter[bytes] = Counter()
+        self._orphans: dict[bytes, int] = {}
 
     def count_present(self, keys: Sequence[bytes]) -> int:
         """See `TierIndex`."""
@@ -45,6 +47,8 @@ class HostIndex:
             assert self._pins[key] >= 0, f"key {key.hex()[:12]} was unpinned more often than it was pinned"
             if not self._pins[key]:
                 del self._pins[key]
+                if key in self._orphans:
+                    self._free.append(self._orphans.pop(key))
 
     @property
     def num_pins(self) -> int:
@@ -87,6 +91,15 @@ class HostIndex:
         """See `TierIndex`. A slot that another load still reads stays as it is."""
         if key in self._stored and key not in self._pins:
             self._free.append(self._stored.pop(key))
+
+    def forget(self, key: bytes) -> None:
+        """See `TierIndex`. A slot that a load still reads is free when the load has ended."""
+        place = self._stored.pop(key, None)
+        if place is not None:
+            if key in self._pins:
+                self._orphans[key] = place
+            else:
+                self._free.append(place)
 
     def close(self) -> None:
         """See `TierIndex`."""
@@ -187,7 +200,7 @@ class HostTierWorker:
     # ---- on the thread
 
     def _load(self, load: TierLoad, step: int, ledger: Ledger, transfers: Sequence[int], abort: Buffer, quiescent: Event) -> None:
-        landed, error = 0, None
+        landed, error, began = 0, None, time.monotonic()
         try:
             landed = self._load_layers(load, ledger, transfers, abort)
         except Exception as problem:
@@ -197,6 +210,8 @@ class HostTierWorker:
             for transfer in transfers:
                 if error is not None:
                     ledger.end_transfer(transfer, error)
+            if landed:
+                self.reports.note_speed(landed * self._num_layers * self._block_bytes, time.monotonic() - began)
             bad = load.keys[landed : landed + 1] if landed == load.num_available else ()
             self.reports.end_load(EndedLoad(load, landed, bad))
             with self._lock:

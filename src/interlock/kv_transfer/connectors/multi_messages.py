@@ -9,11 +9,12 @@ from interlock.kv_transfer.connector import KVConnectorTransferResults
 
 @dataclass(frozen=True, slots=True)
 class OwnedLoad:
-    """A load that begins: the child that makes it, and the blocks that it may write."""
+    """A load that begins: the child that makes it, the blocks that it writes, and whether the step that carries it consumes it."""
 
     req_id: str
     child: int
     block_ids: tuple[int, ...]
+    synchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,9 @@ class MultiSchedulerHalf:
         children = tuple(child.build_connector_meta(self.share(scheduler_output, index)) for index, child in enumerate(self._children))
         loads, self._loads = self._loads, []
         keepers, self._keepers = self._keepers, []
-        return MultiMetadata(children, tuple(loads), tuple(keepers))
+        promised = {promise.req_id for promise in scheduler_output.load_promises}
+        owned = tuple(dataclasses.replace(load, synchronous=load.req_id in promised) for load in loads)
+        return MultiMetadata(children, owned, tuple(keepers))
 
     def share(self, scheduler_output: SchedulerOutput, child: int) -> SchedulerOutput:
         """The step as a child sees it."""

@@ -29,8 +29,8 @@ class MultiWorkerHalf:
         self._layer_names = layer_names
         self._uses_ledger = uses_ledger
         self._loads: OrderedDict[str, OwnedLoad] = OrderedDict()
-        self._landed: list[OwnedLoad] = []
-        self._promised: set[str] = set()
+        self._written: dict[str, OwnedLoad] = {}
+        self._finished: set[str] = set()
         self._claimed: set[int] = set()
         self._keepers: dict[str, set[int]] = {}
         self._results: list[KVConnectorTransferResults] = [KVConnectorTransferResults()] * len(children)
@@ -42,7 +42,7 @@ class MultiWorkerHalf:
     def bind(self, metadata: MultiMetadata) -> None:
         """Each child gets its own metadata; note whose loads begin and who keeps what."""
         for load in metadata.loads:
-            self._loads[load.req_id] = load
+            self._loads[load.req_id] = self._written[load.req_id] = load
             self._loads.move_to_end(load.req_id)
         while len(self._loads) > _REMEMBERED_LOADS:
             self._loads.popitem(last=False)
@@ -54,7 +54,6 @@ class MultiWorkerHalf:
     def start_loads(self, forward_context: ForwardContext, arguments: Mapping[str, Any]) -> None:
         """Start each child's loads: first of those that return at once. What a child raises costs its own loads only."""
         output, ledger = arguments["scheduler_output"], arguments["ledger"]
-        self._promised = {promise.req_id for promise in output.load_promises}
         order = sorted(range(len(self._children)), key=lambda index: not self._children[index].supports_timelines)
         for index in order:
             child = self._children[index]
@@ -78,6 +77,7 @@ class MultiWorkerHalf:
 
     def results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
         """The children's results: of loads those of their owner, once; of kept blocks the last of those who keep them."""
+        self._finished |= finished_req_ids
         sent: set[str] = set()
         for index, child in enumerate(self._children):
             reported = child.get_transfer_results(finished_req_ids)
@@ -92,15 +92,18 @@ class MultiWorkerHalf:
         )
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed, as named by those who load them."""
+        """Blocks whose load failed, as named by those who have loaded them for a request that lives."""
         bad: set[int] = set()
         for index, child in enumerate(self._children):
             named = child.get_block_ids_with_load_errors()
-            mine = {block for load in (*self._loads.values(), *self._landed) if load.child == index for block in load.block_ids} if named else set()
+            mine = {block for load in self._written.values() if load.child == index for block in load.block_ids} if named else set()
             if named - mine:
                 self._drop(index, "load errors of blocks", sorted(named - mine))
             bad |= named & mine
-        self._landed = []
+        for req_id in list(self._finished):
+            if req_id not in self._loads or self._loads[req_id].synchronous:
+                self._finished.remove(req_id)
+                self._written.pop(req_id, None)
         return bad
 
     def stats(self) -> dict[str, float]:
@@ -120,11 +123,7 @@ class MultiWorkerHalf:
         return MultiWorkerMeta(tuple(ChildReport(results, child.build_connector_worker_meta(), stats) for results, child, stats in reports))
 
     def clear(self) -> None:
-        """The step is over; what it consumed has ended, so nobody reports on these blocks any more."""
-        for req_id in self._promised:
-            if req_id in self._loads:
-                self._loads[req_id] = dataclasses.replace(self._loads[req_id], block_ids=())
-        self._promised = set()
+        """The step is over."""
         self._claimed = set()
         self.for_each(lambda child: child.clear_connector_metadata())
 
@@ -156,7 +155,7 @@ class MultiWorkerHalf:
         if self._owner(req_id) != index:
             self._drop(index, "finished_recving of request", req_id)
             return False
-        self._landed.append(self._loads.pop(req_id))
+        del self._loads[req_id]
         return True
 
     def _lets_go(self, req_id: str, index: int) -> bool:

@@ -39,7 +39,7 @@ class StorageIndex:
         self._open: OrderedDict[tuple[bytes, ...], _Lookup] = OrderedDict()
         self._saved: OrderedDict[bytes, float] = OrderedDict()
         self._distrusted: OrderedDict[bytes, None] = OrderedDict()
-        self._queue: queue.SimpleQueue[_Lookup | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Lookup | bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def count_present(self, keys: Sequence[bytes]) -> int | None:
@@ -92,6 +92,11 @@ class StorageIndex:
         self._saved.pop(key, None)
         _remember(self._distrusted, key, None)
 
+    def forget(self, key: bytes) -> None:
+        """See `TierIndex`. The file goes too, for the sake of others."""
+        self.distrust(key)
+        self._submit(key)
+
     def close(self) -> None:
         """See `TierIndex`."""
         if self._thread is not None:
@@ -109,19 +114,25 @@ class StorageIndex:
             del self._open[oldest.keys]  # its request has gone
         return False
 
-    def _submit(self, lookup: _Lookup) -> None:
+    def _submit(self, order: _Lookup | bytes) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="interlock-storage-lookup", daemon=True)
             self._thread.start()
-        self._queue.put(lookup)
+        self._queue.put(order)
 
     def _run(self) -> None:
-        while (lookup := self._queue.get()) is not None:
-            for key in lookup.keys:
-                if not self._files.contains(key):
-                    break
-                lookup.count += 1
-            lookup.done.set()
+        while (order := self._queue.get()) is not None:
+            if isinstance(order, bytes):
+                self._files.remove(order)
+            else:
+                self._look_up(order)
+
+    def _look_up(self, lookup: _Lookup) -> None:
+        for key in lookup.keys:
+            if not self._files.contains(key):
+                break
+            lookup.count += 1
+        lookup.done.set()
 
 
 def _remember(memory: "OrderedDict[bytes, Value]", key: bytes, value: Value) -> None:

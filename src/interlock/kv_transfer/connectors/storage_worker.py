@@ -159,6 +159,7 @@ class StorageWorker:
                 return
 
     def _execute(self, read: _Read) -> None:
+        began = self._clock.now()
         for key, block_id in zip(read.load.keys, read.load.block_ids, strict=True):
             with read.lock:
                 if read.over:
@@ -176,6 +177,7 @@ class StorageWorker:
                 for layer, part in zip(self._layers, payload, strict=True):
                     layer[block_id] = part
                 read.landed()
+        self.reports.note_speed(read.num_landed * self._files.payload_bytes, self._clock.now() - began)
         self._end(read, (), None)
 
     def _end(self, read: _Read, bad_keys: tuple[bytes, ...], error: str | None) -> None:

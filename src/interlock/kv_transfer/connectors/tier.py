@@ -47,7 +47,8 @@ class TierWorker(Protocol):
 
 class TierConnector(KVConnector):
     """See the module. `kv_role`: a producer saves, a consumer loads. `kv_connector_extra_config` has the option `async_load_bytes`:
-    loads of at least this size let their request wait, smaller ones are consumed by the step that makes them."""
+    loads of at least this size let their request wait, smaller ones are consumed by the step that makes them (unless they are predicted to
+    take longer than `max_sync_load_seconds`)."""
 
     supports_timelines = True
     load_is_repeatable = True
@@ -74,6 +75,7 @@ class TierConnector(KVConnector):
                 kv_cache_config.block_size,
                 block_bytes,
                 async_load_bytes,
+                config.max_sync_load_seconds,
                 saves=self.kv_transfer_config.is_producer,
                 loads=self.kv_transfer_config.is_consumer,
             )
@@ -111,7 +113,9 @@ class TierConnector(KVConnector):
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See `KVConnector.update_connector_output`."""
+        """Also: what turns out not to have landed must not stay in the tier."""
+        if connector_output.invalid_block_ids:
+            self.scheduler_half.invalidate(connector_output.invalid_block_ids)
         if isinstance(connector_output.kv_connector_worker_meta, TierWorkerMeta):
             self.scheduler_half.update(connector_output.kv_connector_worker_meta)
 

@@ -61,8 +61,9 @@ class EndedLoad:
 @dataclass(frozen=True, slots=True)
 class TierWorkerMeta:
     """Worker half → scheduler half, with every step. released: saves whose block is not read any more; stored: saves that have ended,
-    each with whether the tier now has the content; loads: that have ended."""
+    each with whether the tier now has the content; loads: that have ended; bytes_per_second: of loads, as measured, None before the first."""
 
     released: tuple[int, ...] = ()
     stored: tuple[tuple[int, bool], ...] = ()
     loads: tuple[EndedLoad, ...] = ()
+    bytes_per_second: float | None = None

@@ -6,6 +6,8 @@ from threading import Lock
 from interlock.kv_transfer.connector import KVConnectorTransferResults
 from interlock.kv_transfer.connectors.tier_messages import EndedLoad, TierWorkerMeta
 
+_SMOOTHING = 0.2  # weight of the newest load in the measured speed
+
 
 class TierReports:
     """Collects ends of loads and saves from any thread; the step's thread takes them in `results`, `bad_blocks` and `worker_meta`, in this order."""
@@ -16,6 +18,7 @@ class TierReports:
         self._taken: list[EndedLoad] = []
         self._released: list[int] = []
         self._stored: list[tuple[int, bool]] = []
+        self._bytes_per_second: float | None = None
         self.counters = {"num_loaded_blocks": 0, "num_failed_loads": 0, "num_saved_blocks": 0, "num_failed_saves": 0}
 
     def end_load(self, ended: EndedLoad) -> None:
@@ -24,6 +27,13 @@ class TierReports:
             self._ended.append(ended)
             self.counters["num_loaded_blocks"] += ended.num_landed
             self.counters["num_failed_loads"] += not ended.complete
+
+    def note_speed(self, nbytes: int, seconds: float) -> None:
+        """A load of `nbytes` took this long."""
+        speed = nbytes / max(seconds, 1e-9)
+        with self._lock:
+            known = self._bytes_per_second
+            self._bytes_per_second = speed if known is None else _SMOOTHING * speed + (1 - _SMOOTHING) * known
 
     def release_saves(self, save_ids: Iterable[int]) -> None:
         """The blocks of these saves are not read any more."""
@@ -60,7 +70,7 @@ class TierReports:
     def worker_meta(self) -> TierWorkerMeta:
         """The report to the scheduler half; the loads in it are those of the last `results`."""
         with self._lock:
-            meta = TierWorkerMeta(tuple(self._released), tuple(self._stored), tuple(self._taken))
+            meta = TierWorkerMeta(tuple(self._released), tuple(self._stored), tuple(self._taken), self._bytes_per_second)
             self._released, self._stored, self._taken = [], [], []
             return meta
 

@@ -2,9 +2,10 @@
 
 A block is saved once its KV is complete and the step or load that wrote it has retired (`num_published_blocks`), under the key that the
 prefix cache gives it. While a save reads a block, the block is quarantined in the pool. What a request was promised is pinned in the
-tier until its load has ended.
+tier until its load has ended. Content that turns out wrong after it was published is forgotten here too, with all behind it.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class TierIndex(Protocol):
     def distrust(self, key: bytes) -> None:
         """It could not be loaded: it is a miss until it is saved anew."""
 
+    def forget(self, key: bytes) -> None:
+        """Its content is wrong: it is a miss for everybody until it is saved anew."""
+
     def close(self) -> None:
         """Stop what threads there are. May be called twice."""
 
@@ -59,6 +63,12 @@ class BlockHolder(Protocol):
 
     def release_quarantine(self, block_ids: Sequence[int], owner: str) -> None:
         """End it."""
+
+    def published_key(self, block_id: int) -> bytes | None:
+        """The key of the block's content."""
+
+    def published_children(self) -> dict[bytes | None, list[int]]:
+        """The published blocks by the key of the content that they were computed behind."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,16 +86,30 @@ class _HeldSave:
 
 
 class TierSchedulerHalf:
-    """What a tier connector does with role SCHEDULER. block_bytes: of one block over all layers; async_load_bytes: loads of at least
-    this size let their request wait, smaller ones are made by the step that consumes them. saves, loads: whether it does these."""
+    """What a tier connector does with role SCHEDULER. block_bytes: of one block over all layers. async_load_bytes: loads of at least
+    this size let their request wait, smaller ones are made by the step that consumes them, unless they are predicted to take longer than
+    max_sync_load_seconds. saves, loads: whether it does these."""
 
-    def __init__(self, name: str, index: TierIndex, block_size: int, block_bytes: int, async_load_bytes: int, *, saves: bool, loads: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: TierIndex,
+        block_size: int,
+        block_bytes: int,
+        async_load_bytes: int,
+        max_sync_load_seconds: float | None,
+        *,
+        saves: bool,
+        loads: bool,
+    ) -> None:
         self.index = index
         self.num_skipped_saves = 0
         self._name = name
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._async_load_bytes = async_load_bytes
+        self._max_sync_load_seconds = max_sync_load_seconds
+        self._bytes_per_second: float | None = None
         self._does_save = saves
         self._does_load = loads
         self._pool: BlockHolder | None = None
@@ -93,6 +117,7 @@ class TierSchedulerHalf:
         self._noted: dict[bytes, _HeldSave] = {}
         self._saves: dict[int, _HeldSave] = {}
         self._reading: set[int] = set()
+        self._wrong: set[bytes] = set()
         self._ordered: dict[int, TierLoad] = {}
         self._loads: dict[int, TierLoad] = {}
         self._ids = itertools.count(1)
@@ -120,7 +145,7 @@ class TierSchedulerHalf:
         keys = tuple(request.block_hashes[first : first + count])
         start = request.num_computed_tokens
         blocks = tuple(block_ids[first : first + count])
-        load = TierLoad(next(self._ids), request.request_id, start, start + num_external_tokens, blocks, keys, (), not self._is_async(count))
+        load = TierLoad(next(self._ids), request.request_id, start, start + num_external_tokens, blocks, keys, (), synchronous=False)
         self.index.pin(keys)
         self.index.touch(reversed(request.block_hashes[: first + count]))
         self._ordered[load.load_id] = load
@@ -137,7 +162,11 @@ class TierSchedulerHalf:
         """See `KVConnector.build_connector_meta`."""
         for tracked in self._tracked.values():
             self._note_saves(tracked)
-        loads = tuple(self._place(load) for load in self._ordered.values())
+        promised = {promise.req_id for promise in scheduler_output.load_promises}
+        loads = tuple(
+            dataclasses.replace(load, places=tuple(self.index.places(load.keys)), synchronous=load.req_id in promised)
+            for load in self._ordered.values()
+        )
         self._loads.update(self._ordered)
         self._ordered = {}
         noted, self._noted = self._noted, {}
@@ -151,12 +180,27 @@ class TierSchedulerHalf:
             self._release(held)
         for save_id, stored in sorted(meta.stored, reverse=True):  # the head of a prefix last: it is worth more than its tail
             held = self._saves.pop(save_id)
-            self.index.commit(held.key, held.place, stored)
+            self.index.commit(held.key, held.place, stored and held.key not in self._wrong)
+            if held.key in self._wrong:
+                self._wrong.discard(held.key)
+                self.index.forget(held.key)
+        if meta.bytes_per_second is not None:
+            self._bytes_per_second = meta.bytes_per_second
         for ended in meta.loads:
             load = self._loads.pop(ended.load.load_id)
             self.index.unpin(load.keys)
             for key in ended.bad_keys:
                 self.index.distrust(key)
+
+    def invalidate(self, block_ids: Iterable[int]) -> None:
+        """These blocks do not hold what they should; if that comes after they were published, the tier may have taken it over."""
+        for key in self._wrong_keys(set(block_ids)):
+            held = self._noted.pop(key, None)
+            if held is not None:
+                self._release(held)
+            if any(save.key == key for save in self._saves.values()):
+                self._wrong.add(key)
+            self.index.forget(key)
 
     @property
     def has_news(self) -> bool:
@@ -164,11 +208,32 @@ class TierSchedulerHalf:
         return bool(self._noted or self._reading or self._ordered or self._loads)
 
     def _is_async(self, num_blocks: int) -> bool:
-        return num_blocks > 0 and num_blocks * self._block_bytes >= self._async_load_bytes
+        nbytes = num_blocks * self._block_bytes
+        if (
+            self._max_sync_load_seconds is not None
+            and self._bytes_per_second is not None
+            and nbytes / self._bytes_per_second > self._max_sync_load_seconds
+        ):
+            return True
+        return num_blocks > 0 and nbytes >= self._async_load_bytes
 
-    def _place(self, load: TierLoad) -> TierLoad:
-        places = tuple(self.index.places(load.keys))
-        return TierLoad(load.load_id, load.req_id, load.start, load.stop, load.block_ids, load.keys, places, load.synchronous)
+    def _wrong_keys(self, block_ids: set[int]) -> set[bytes]:
+        """The keys of published content in these blocks, and of what was computed behind it."""
+        keys: set[bytes] = set()
+        for tracked in self._tracked.values():
+            published = tracked.request.block_ids[: tracked.request.num_published_blocks]
+            first = next((index for index, block_id in enumerate(published) if block_id in block_ids), len(published))
+            keys.update(tracked.request.block_hashes[first : len(published)])
+            tracked.num_seen = min(tracked.num_seen, first)
+        if self._pool is not None:
+            wrong = [block_id for block_id in block_ids if self._pool.published_key(block_id) is not None]
+            children = self._pool.published_children() if wrong else {}
+            while wrong:
+                key = self._pool.published_key(wrong.pop())
+                assert key is not None
+                keys.add(key)
+                wrong += children.pop(key, ())
+        return keys
 
     def _note_saves(self, tracked: _Tracked | None) -> None:
         """Hold the blocks that were completed since the last look and that the tier lacks. Nothing is evicted for them yet: a lookup
