@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.sampling_params import SamplingParams
@@ -17,25 +19,31 @@ PROBE_TOKENS = 24
 def kernel_fingerprint(
     config: EngineConfig, shape: KVCacheConfig, stream: Stream, forward: Callable[[], Buffer], kv_layers: Sequence[Buffer], vocab_size: int
 ) -> KVCacheConfig:
-    """`shape` with its fingerprint: sha256 over the logits and the KV of a probe prompt, run eagerly in the pool's first blocks.
+    """`shape` with its fingerprint: sha256 over the logits and the KV, by position, of a probe prompt, run eagerly in the pool's first
+    blocks. It does not depend on block size, chunks or threads.
 
     Runs before any request; the blocks are zeroed again. `forward` launches the model and returns the logits.
     """
-    count = min(PROBE_TOKENS, shape.num_blocks * shape.block_size, config.max_num_batched_tokens)
+    count = min(PROBE_TOKENS, shape.num_blocks * shape.block_size)
     blocks = list(range(-(-count // shape.block_size)))
-    request = NewRequestData(
-        "probe", [(7919 * index + 1) % vocab_size for index in range(count)], count, SamplingParams(temperature=0.0), 0, blocks, 0
-    )
+    tokens = [(7919 * index + 1) % vocab_size for index in range(count)]
     batch = InputBatch(config, shape, count)
-    batch.update_states(output := SchedulerOutput(1, [request], [], {"probe": count}, count))
-    prepared = batch.prepare(output)
-    stream.bind_slot(prepared.slot.address, prepared.slot.status_buffer)
-    logits = forward()
-    stream.synchronize()
-    raise_for_status(prepared.slot.status_buffer)
+    logits = None
+    for start in range(0, count, config.max_num_batched_tokens):  # by the numerical law, chunks change nothing
+        size = min(config.max_num_batched_tokens, count - start)
+        request = NewRequestData("probe", tokens, count, SamplingParams(temperature=0.0), 0, blocks, start)
+        output = SchedulerOutput(start + 1, [request], [], {"probe": size}, size)
+        batch.update_states(output)
+        prepared = batch.prepare(output)
+        stream.bind_slot(prepared.slot.address, prepared.slot.status_buffer)
+        logits = forward()
+        stream.synchronize()
+        raise_for_status(prepared.slot.status_buffer)
+    assert logits is not None
     hasher = hashlib.sha256(logits.numpy()[0].tobytes())
+    positions = np.arange(count)
     for layer in kv_layers:
-        probed = layer.numpy()[: len(blocks)]
-        hasher.update(probed.tobytes())
-        probed[:] = 0
+        pool = layer.numpy()
+        hasher.update(pool[positions // shape.block_size, :, :, positions % shape.block_size].tobytes())
+        pool[: len(blocks)] = 0
     return dataclasses.replace(shape, kernel_fingerprint=hasher.hexdigest()[:32])
