@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 def test_each_way_joins_with_the_same_bits_over_each_transport(model, monkeypatch):
     monkeypatch.setattr(overlap_transport, "_TURNS", 1)
     found = run(model, 1, 1, WAYS, BARRIER, lambda what: None, SMALL)
-    assert [figure.name for figure in found] == [f"{label}: {way.name}" for label in overlap_transport.TRANSPORTS for way in WAYS]
+    assert [figure.name for figure in found] == [f"{label}: {way.name}" for label in overlap_transport.transports() for way in WAYS]
     assert all(figure.value > 0 and figure.peer == "bound" for figure in found)
 
 

@@ -1,6 +1,7 @@
 """Loads under compute over real transports: prompts whose KV lies in another process join a decoding batch, by the way of waiting for them."""
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import uuid
@@ -23,9 +24,6 @@ from interlock.pd.messages import Failed, Finished, Generate
 from interlock.pd.pair import wait_ready
 from interlock.pd.process import EngineProcess
 from interlock.runner.model_runner import ModelRunner
-
-TRANSPORTS: Final[Mapping[str, Mapping[str, Any]]] = {"shared memory": {}}
-"""The peer connector's options by the name of a transport."""
 
 _TURNS = 3  # of each way in a round
 _STEPS = 3  # between a load and the next one
@@ -224,6 +222,11 @@ def figures(label: str, joined: Mapping[str, Sequence[Joined]], barrier: str, nu
     return found
 
 
+def transports() -> dict[str, Mapping[str, Any]]:
+    """The peer connector's options by the name of a transport; NIXL where it is installed."""
+    return {"shared memory": {}, **({"NIXL": {"transport": "nixl"}} if importlib.util.find_spec("nixl_cu12") else {})}
+
+
 def available_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -232,10 +235,10 @@ def available_cpus() -> int:
 def run(
     model: str, threads: int, rounds: int, ways: Sequence[Way], barrier: Way, say: Callable[[str], None], sizes: Sizes = DEFAULT_SIZES
 ) -> list[Figure]:
-    """Figures of each transport, between two processes."""
+    """Figures of each way over each transport, between two processes."""
     engine = {"model": model, "threads": threads, "max_model_len": sizes.positions(rounds), "kv_cache_memory_bytes": sizes.pool_bytes}
     found = []
-    for label, extra in TRANSPORTS.items():
+    for label, extra in transports().items():
         connector = {"kv_connector": "PeerConnector", "kv_connector_extra_config": extra}
         say(f"overlap: {label}: starting the engines")
         with contextlib.ExitStack() as opened:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from interlock.core.errors import ConfigError
 
-BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "overlap")
+BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "overlap", "transfer")
 
 
 def bench(
