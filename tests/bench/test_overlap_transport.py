@@ -47,5 +47,5 @@ def test_the_load_time_is_what_the_barrier_waits():
     joined = {name: [Joined(seconds, seconds + 0.005, wait, 0.020, (), ())] for name, (seconds, wait) in ends.items()}
     gates, barrier = figures("x", joined, BARRIER.name, 10, 2)
     assert (gates.notes["load T (ms)"], gates.notes["compute C (ms)"]) == (10.0, 20.0)
-    assert gates.notes["worst stall of the other rows (ms)"] == pytest.approx(35.0)
+    assert gates.notes["worst stall of others (ms)"] == pytest.approx(35.0)
     assert (gates.value, barrier.value) == (30.0, 40.0)

@@ -102,7 +102,7 @@ def figures(point: Point) -> list[Figure]:
                 peer_value=point.bound,
                 bound=_BOUND if name == GATES.name else None,
                 sense="at most",
-                notes={"worst stall of the other rows (ms)": point.stalls[name]},
+                notes={"worst stall of others (ms)": point.stalls[name]},
                 way=name,
                 load_to_compute=point.load_to_compute,
                 worst_stall=point.stalls[name],
@@ -110,9 +110,9 @@ def figures(point: Point) -> list[Figure]:
         )
     others = {name: samples for name, samples in point.steps.items() if name != GATES.name}
     best = min(others, key=lambda name: statistics.median(others[name]))
-    notes: dict[str, float | str] = {"the best of them": best, "load T (ms)": point.load, "compute C (ms)": statistics.median(point.compute)}
+    notes: dict[str, float | str] = {"best other": best, "load T (ms)": point.load, "compute C (ms)": statistics.median(point.compute)}
     pair = {GATES.name: point.steps[GATES.name], best: others[best]}
-    return [*found, compare(f"T/C = {point.load_to_compute:g}: gates / best of the others", "ms", pair, bound=1.0, sense="at most", notes=notes)]
+    return [*found, compare(f"T/C = {point.load_to_compute:g}: gates / best other", "ms", pair, bound=1.0, sense="at most", notes=notes)]
 
 
 def _point(steps: Sequence[RepeatedStep], reference: Answer, ratio: float, load: float, rounds: int) -> Point:

@@ -215,7 +215,7 @@ def figures(label: str, joined: Mapping[str, Sequence[Joined]], barrier: str, nu
                 peer="bound",
                 peer_value=least,
                 sense="at most",
-                notes={"worst stall of the other rows (ms)": stall, **notes},
+                notes={"worst stall of others (ms)": stall, **notes},
             )
         )
         notes = {}
