@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 from peer_support import PeerEngine, ProducerProcess
+from storm import make_model, make_prompts, undisturbed
 
 
 def held_descriptors():
@@ -50,3 +51,20 @@ def producer_process(transport):
     process = ProducerProcess(f"test-{uuid.uuid4().hex}", transport)
     yield process
     process.stop()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A tiny model for engines in processes of their own."""
+    return make_model(str(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    return make_prompts(0)
+
+
+@pytest.fixture(scope="session")
+def expected(model, prompts):
+    """What an undisturbed engine answers, per prompt: tokens, and the bits of their log-probabilities."""
+    return undisturbed(model, prompts)

@@ -62,7 +62,7 @@ def engine_process(pipe: Connection, options: dict[str, Any]) -> None:
         core, requests, auditing = llm.core, {}, False
         pipe.send(("ready",))
         while True:
-            while pipe.poll(0.0 if core.has_work else None):
+            while pipe.poll(patience(core)):
                 try:
                     command, *arguments = pipe.recv()
                 except EOFError:
@@ -87,6 +87,13 @@ def engine_process(pipe: Connection, options: dict[str, Any]) -> None:
                 audit = core.audit()
                 assert audit.clean, audit
                 pipe.send(("audit", audit.free, audit.num_blocks, core.metrics()["num_failed_loads"]))
+
+
+def patience(core: Any) -> float | None:
+    """How long to wait for the parent, in seconds: an engine that only waits for peers lets their threads run."""
+    if not core.has_work:
+        return None
+    return 0.0 if core.num_scheduled_tokens else 0.0005
 
 
 def answer(request: Any) -> list[tuple[int, str]]:
@@ -150,9 +157,19 @@ class Outcome:
 
 
 class Storm:
-    """A pair of engines, a stream of requests through both, and kills."""
+    """A pair of engines, a stream of requests through both, and kills. prefill, decode: options of one of them."""
 
-    def __init__(self, model: str, transport: str, mode: str, expected: dict[int, Any], prompts: list[list[int]], seed: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        transport: str,
+        mode: str,
+        expected: dict[int, Any],
+        prompts: list[list[int]],
+        seed: int,
+        prefill: Any = (),
+        decode: Any = (),
+    ) -> None:
         self.outcome = Outcome()
         self.mode = mode
         self.prompts, self.expected = prompts, expected
@@ -162,6 +179,7 @@ class Storm:
         self.of: dict[str, int] = {}
         extra = {"mode": mode, "transport": transport, "lease_seconds": LEASE_SECONDS, "handshake_timeout": 1.0}
         self.engines = {}
+        own = {"prefill": dict(prefill), "decode": dict(decode)}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             transfer = {
                 "kv_connector": "PeerConnector",
@@ -169,7 +187,8 @@ class Storm:
                 "kv_connector_extra_config": extra,
                 "kv_load_failure_policy": "recompute",
             }
-            options = engine_options(model, kv_transfer_config=transfer, kv_load_timeout=LOAD_SECONDS, enable_prefix_caching=name == "prefill")
+            common = {"kv_transfer_config": transfer, "kv_load_timeout": LOAD_SECONDS, "enable_prefix_caching": name == "prefill"}
+            options = engine_options(model, **(common | own[name]))
             self.engines[name] = Engine(name, options)
         for engine in self.engines.values():
             engine.wait_ready()
@@ -178,6 +197,20 @@ class Storm:
         for _ in range(kills):
             self.strike(self.rng.choice(VICTIMS))
         self.settle("decode", "prefill")
+        return self.outcome
+
+    def accompany(self, requests: int, max_tokens: int) -> None:
+        """Prompts that the prefill engine answers itself; they grow, and take blocks from those that came later."""
+        for number in range(requests):
+            self.of[f"own{number}"] = number
+            self.engines["prefill"].generate(f"own{number}", self.prompts[number], max_tokens, None)
+
+    def calm(self, requests: int) -> Outcome:
+        """Requests, and nothing else."""
+        for _ in range(requests):
+            self.submit()
+        self.settle("prefill", "decode")
+        self.settle("decode")  # what prefill's last answers began
         return self.outcome
 
     def strike(self, victim: str) -> None:
@@ -258,9 +291,9 @@ class Storm:
         engine.pending.discard(request_id)
         assert reason == "length", f"{request_id} on {engine.name} ended with {reason!r}: {error}"
         expected = self.expected[self.of[request_id]]
-        assert output == expected[: len(output)], f"{request_id} on {engine.name} differs from an undisturbed run"
+        assert output[:MAX_TOKENS] == expected[: len(output)], f"{request_id} on {engine.name} differs from an undisturbed run"
         self.outcome.requests += 1
-        if engine.name == "prefill" and self.mode == "read":
+        if engine.name == "prefill" and self.mode == "read" and params is not None:
             decode = self.engines["decode"]
             if decode.process.is_alive():
                 decode.generate(request_id, self.prompts[self.of[request_id]], MAX_TOKENS, params)

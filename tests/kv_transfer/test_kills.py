@@ -1,24 +1,9 @@
 """SIGKILL of a producer or a consumer at random moments under load: the survivor never hangs, never answers wrong, and has all its blocks."""
 
 import pytest
-from storm import CONFIGURATIONS, Storm, make_model, make_prompts, undisturbed
+from storm import CONFIGURATIONS, Storm
 
 KILLS = dict(zip(CONFIGURATIONS, (3, 2, 2, 3), strict=True))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(str(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return make_prompts(0)
-
-
-@pytest.fixture(scope="module")
-def expected(model, prompts):
-    return undisturbed(model, prompts)
 
 
 @pytest.mark.parametrize(("transport", "mode"), CONFIGURATIONS)
