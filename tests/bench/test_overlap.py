@@ -16,7 +16,7 @@ from interlock.kv_transfer.ledger import Ledger
 from interlock.runner.input_batch import PreparedBatch
 
 NUM_LAYERS = 3
-SMALL = Batch(loaded=37, others=(5, 9))
+SMALL = Batch(loaded=37, computed=4, others=(5, 9))
 LOAD_SECONDS = 0.003
 
 
@@ -99,7 +99,7 @@ def test_the_promises_are_of_the_gates():
     gates, *_, pair = found
     assert (gates.name, gates.value, gates.peer_value, gates.bound) == ("T/C = 1: FULL, gates", 12.0, 12.0, 1.1)
     assert gates.met is True
-    assert [figure.bound for figure in found] == [1.1, None, None, None, 1.0]
+    assert [figure.bound for figure in found] == [1.1, None, None, None, 1.02]
     assert (pair.value, pair.peer, pair.peer_value, pair.met) == (12.0, "PIECEWISE, hooks", 13.0, True)
 
 
@@ -147,12 +147,21 @@ def test_an_aborted_load_reports_nothing_more():
     assert ledger.unfinished_block_ids(1) == {0}
 
 
-def test_the_batch_is_a_uniform_decode_batch_of_eight():
-    prompts = BATCH.prompts(49152)
-    assert len(prompts) == 8
-    assert len(prompts[LOADING]) == BATCH.loaded + 1
+def test_the_step_is_a_mixed_batch_of_eight_rows():
+    rows = BATCH.rows(49152)
+    assert [row.count for row in rows.values()] == [BATCH.computed, 1, 1, 1, 1, 1, 1, 1]
+    assert rows[LOADING].behind == BATCH.loaded
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_a_decode_batch_can_be_repeated_too(model, way):
+    step = RepeatedStep(model, 1, way, Batch(loaded=20, others=(5,)), kv_cache_memory_bytes=1 << 20)
+    try:
+        assert step.run(LOAD_SECONDS).same_bits(step.run())
+    finally:
+        step.close()
 
 
 def test_a_pool_that_is_too_small_is_an_error_that_says_so(model):
     with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes"):
-        RepeatedStep(model, 1, GATES, SMALL, kv_cache_memory_bytes=24_576, max_num_batched_tokens=16, max_model_len=38)
+        RepeatedStep(model, 1, GATES, SMALL, kv_cache_memory_bytes=24_576, max_num_batched_tokens=16, max_model_len=41)

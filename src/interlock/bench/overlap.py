@@ -1,4 +1,4 @@
-"""Loads under compute: a decode step of eight rows, one of which loads its KV, by the way in which the load is waited for."""
+"""Loads under compute: a step of seven rows that decode and one that loads most of its prompt, by the way in which the load is waited for."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,11 @@ WAYS: Final = (
     BARRIER,
 )
 RATIOS: Final = (0.25, 0.5, 1.0, 2.0)
-BATCH: Final = Batch(loaded=1000, others=(128,) * 7)
+BATCH: Final = Batch(loaded=1000, computed=64, others=(128,) * 7)
 
 _BOUND = 1.1
-_TURNS = 5  # of each way in a round
+_NOT_SLOWER = 1.02  # medians of the same thing differ by so much
+_TURNS = 3  # of each way in a round
 _COMPUTE = "compute"
 
 
@@ -112,7 +113,7 @@ def figures(point: Point) -> list[Figure]:
     best = min(others, key=lambda name: statistics.median(others[name]))
     notes: dict[str, float | str] = {"best other": best, "load T (ms)": point.load, "compute C (ms)": statistics.median(point.compute)}
     pair = {GATES.name: point.steps[GATES.name], best: others[best]}
-    return [*found, compare(f"T/C = {point.load_to_compute:g}: gates / best other", "ms", pair, bound=1.0, sense="at most", notes=notes)]
+    return [*found, compare(f"T/C = {point.load_to_compute:g}: gates / best other", "ms", pair, bound=_NOT_SLOWER, sense="at most", notes=notes)]
 
 
 def _point(steps: Sequence[RepeatedStep], reference: Answer, ratio: float, load: float, rounds: int) -> Point:

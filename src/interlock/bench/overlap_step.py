@@ -1,7 +1,7 @@
-"""One decode step that can be made again and again: the same rows at the same positions, with or without a load that it consumes.
+"""One step that can be made again and again: the same rows at the same positions, with or without a load that it consumes.
 
-A row's KV is written once, when its prompt is computed. Each step after that rewrites the same last position with the same bits, so
-that every step, on every rung, must give the same tokens and the same logits.
+What is behind a row is computed once. Each step after that rewrites the same last positions with the same bits, so that every step, on
+every rung, must give the same tokens and the same logits.
 """
 
 import time
@@ -36,16 +36,31 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of the step, by the KV positions behind each: `loaded` of the row that loads, `others` of the rest."""
+    """The rows of the step. The loading row loads `loaded` positions and computes `computed` more; others: the context behind each row
+    that decodes."""
 
     loaded: int
     others: Sequence[int]
+    computed: int = 1
 
-    def prompts(self, vocab_size: int) -> dict[str, list[int]]:
-        """Token ids by row; the last one has no KV yet."""
-        lengths = {LOADING: self.loaded, **{f"other-{number}": positions for number, positions in enumerate(self.others)}}
-        drawn = {name: prompt_token_ids(positions + 1, salt) for salt, (name, positions) in enumerate(lengths.items())}
-        return {name: [token % vocab_size for token in tokens] for name, tokens in drawn.items()}
+    def rows(self, vocab_size: int) -> dict[str, "Row"]:
+        """The rows by name, the loading one first."""
+        sizes = {LOADING: (self.loaded, self.computed), **{f"other-{number}": (context, 1) for number, context in enumerate(self.others)}}
+        drawn = {name: prompt_token_ids(behind + count, salt) for salt, (name, (behind, count)) in enumerate(sizes.items())}
+        return {name: Row([token % vocab_size for token in drawn[name]], count) for name, (_, count) in sizes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All tokens of a row, of which the step computes the last `count`."""
+
+    tokens: list[int]
+    count: int
+
+    @property
+    def behind(self) -> int:
+        """Positions whose KV is there before the step."""
+        return len(self.tokens) - self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +98,7 @@ class RepeatedStep:
             **options,
         }
         self.runner = ModelRunner(EngineConfig.from_mapping(config))
-        self._prompts = batch.prompts(self.runner.model_config.vocab_size)
+        self._rows = batch.rows(self.runner.model_config.vocab_size)
         self._blocks: dict[str, list[int]] = {}
         self._step = 0
         try:
@@ -94,14 +109,14 @@ class RepeatedStep:
 
     def run(self, load_seconds: float | None = None) -> Answer:
         """Make the step; with `load_seconds`, the KV of the loading row takes so long to land. Raises InterlockError if it ends before that."""
-        cached = [CachedRequestData(name, [], len(tokens) - 1, len(tokens)) for name, tokens in self._prompts.items()]
-        step = self._output([], cached, dict.fromkeys(self._prompts, 1), load_seconds)
+        cached = [CachedRequestData(name, [], row.behind, len(row.tokens)) for name, row in self._rows.items()]
+        step = self._output([], cached, {name: row.count for name, row in self._rows.items()}, load_seconds)
         began = time.perf_counter()
         output = self.runner.execute_model(step)
         ended = time.perf_counter()
         if load_seconds is not None:
             self._check(output, load_seconds, ended - began)
-        logits = self.runner.logits.numpy()[: len(self._prompts)].view(np.uint32).copy()
+        logits = self.runner.logits.numpy()[: len(self._rows)].view(np.uint32).copy()
         return Answer(began, ended, dict(output.sampled_token_ids), logits)
 
     def close(self) -> None:
@@ -109,9 +124,10 @@ class RepeatedStep:
         self.runner.shutdown()
 
     def _compute_prompts(self) -> None:
-        """All of each prompt but its last token, in chunks; the blocks are the row's alone."""
+        """What is behind each row, in chunks; the blocks are the row's alone."""
         size, first = self.runner.kv_cache_config.block_size, 0
-        for name, tokens in self._prompts.items():
+        for name, row in self._rows.items():
+            tokens = row.tokens
             blocks = self._blocks[name] = list(range(first, first + -(-len(tokens) // size)))
             first += len(blocks)
             if first > self.runner.kv_cache_config.num_blocks:
@@ -120,8 +136,8 @@ class RepeatedStep:
                 )
             new = [NewRequestData(name, tokens, len(tokens), SamplingParams(temperature=0.0), 0, blocks, 0)]
             done = 0
-            while done < len(tokens) - 1:
-                count = min(self.runner.config.max_num_batched_tokens, len(tokens) - 1 - done)
+            while done < row.behind:
+                count = min(self.runner.config.max_num_batched_tokens, row.behind - done)
                 cached = [] if done == 0 else [CachedRequestData(name, [], done, len(tokens))]
                 self.runner.execute_model(self._output(new if done == 0 else [], cached, {name: count}, None))
                 done += count
@@ -133,7 +149,7 @@ class RepeatedStep:
         promises: tuple[LoadPromise, ...] = ()
         metadata = None
         if load_seconds is not None:
-            stop = len(self._prompts[LOADING]) - 1
+            stop = self._rows[LOADING].behind
             blocks = self._blocks[LOADING][: -(-stop // self.runner.kv_cache_config.block_size)]
             promises, metadata = (LoadPromise(LOADING, 0, stop, tuple(blocks)),), PacedLoad(load_seconds)
         return SchedulerOutput(self._step, new, cached, counts, sum(counts.values()), kv_connector_metadata=metadata, load_promises=promises)
