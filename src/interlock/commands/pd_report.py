@@ -1,0 +1,126 @@
+"""What `interlock pd` shows at its end: a table of the hand-offs, what gates save against a barrier, or JSON."""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from interlock.commands.prompts import Prompt
+from interlock.pd.messages import Finished
+from interlock.pd.pair import HandOff, WaitComparison
+
+
+@dataclass(slots=True)
+class TransportRun:
+    """What one pair of processes did: its transport (or connector), the requests, and the comparison of waits if there was one."""
+
+    transport: str
+    results: list[HandOff] = field(default_factory=list)
+    waits: WaitComparison | None = None
+
+
+def show_runs(runs: list[TransportRun], verified: bool) -> None:
+    """Print the tables and a closing sentence for each run."""
+    console = Console(highlight=False, soft_wrap=True)
+    for run in runs:
+        console.print(_table(run, verified))
+        console.print(_verdict(run.results, verified))
+    compared = [run for run in runs if run.waits is not None]
+    if compared:
+        console.print(_waits_table(compared))
+
+
+def _waits_table(runs: list[TransportRun]) -> Table:
+    title = "First token of the longest prompt, on decode: waiting at gates inside the replay, and for the whole load before it (medians)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("transport", no_wrap=True)
+    for column in ("gates\nms", "barrier\nms", "saved\nms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        assert run.waits is not None
+        gates, barrier = statistics.median(run.waits.as_configured) * 1e3, statistics.median(run.waits.barrier) * 1e3
+        table.add_row(run.transport, f"{gates:.1f}", f"{barrier:.1f}", f"{barrier - gates:.1f}")
+    return table
+
+
+def _table(run: TransportRun, verified: bool) -> Table:
+    title = f"The hand-off over {run.transport}, per request, on the decode side; recomputed: first token without it"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    numbers = ("#", "prompt\ntokens", "KV moved\nMB", "waited\nms", "1st token\nms", "recomputed\nms", "gain")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("steps", no_wrap=True)
+    if verified:
+        table.add_column("bits")
+    for number, result in enumerate(run.results, 1):
+        if result.decode is None:
+            table.add_row(str(number), "failed", style="red")
+            continue
+        done, again = result.decode, result.recompute
+        row = [
+            str(number),
+            str(len(done.prompt_token_ids)),
+            f"{done.kv_bytes_loaded / 1e6:.2f}",
+            f"{done.load_wait_seconds * 1e3:.1f}",
+            f"{done.ttft_seconds * 1e3:.1f}",
+            f"{again.ttft_seconds * 1e3:.1f}" if again else "",
+            f"{again.ttft_seconds / done.ttft_seconds:.3g}x" if again else "",
+            "\n".join(f"{mode} x {count}" for mode, count in done.modes.items()),
+        ]
+        table.add_row(*row, *([_equality(result)] if verified else []))
+    return table
+
+
+def _equality(result: HandOff) -> str:
+    if result.identical:
+        return "[green]equal[/]"
+    return ", ".join(f"[red]{what} differ[/]" for what, same in (("tokens", result.same_tokens), ("logprobs", result.same_logprobs)) if not same)
+
+
+def _verdict(results: list[HandOff], verified: bool) -> str:
+    moved = sum(result.decode.kv_bytes_loaded for result in results if result.decode)
+    served = [result for result in results if result.decode]
+    text = f"{len(served)} of {len(results)} requests went through both processes; {moved / 1e6:.1f} MB of KV moved"
+    if not verified:
+        return f"{text}; not compared (--no-verify)."
+    same = sum(result.identical for result in served)
+    return f"{text}; {same} of {len(served)} equal to a single process in every token and in every bit of every log-probability."
+
+
+def result_as_json(result: HandOff, transport: str) -> dict[str, Any]:
+    """One request as a JSON object, with the fields of a RequestOutput and those of its hand-off."""
+    if result.decode is None:
+        return {"request_id": result.request.request_id, "error": result.error, "warnings": result.warnings}
+    done, again = result.decode, result.recompute
+    return {
+        "request_id": done.request_id,
+        "prompt_token_ids": done.prompt_token_ids,
+        "outputs": [_output(done)],
+        "handoff": {
+            "transport": transport,
+            "kv_bytes_moved": done.kv_bytes_loaded,
+            "cudagraph_modes": done.modes,
+            "load_wait_seconds": done.load_wait_seconds,
+            "num_failed_loads": done.num_failed_loads,
+            "time_to_first_token": done.ttft_seconds,
+            "time_to_first_token_recomputed": again.ttft_seconds if again else None,
+            "tokens_equal_to_single_process": result.same_tokens,
+            "logprobs_equal_to_single_process": result.same_logprobs,
+        },
+        "warnings": result.warnings,
+    }
+
+
+def _output(done: Finished) -> dict[str, Any]:
+    logprobs = [[{"token_id": token, "logprob": value} for token, value in position] for position in done.logprobs]
+    return {"index": 0, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "logprobs": logprobs}
+
+
+def shortened(prompt: Prompt) -> str:
+    """A prompt in one line of the terminal."""
+    if isinstance(prompt, list):
+        return f"{len(prompt)} token ids"
+    line = " ".join(prompt.split())
+    return line if len(line) <= 100 else f"{line[:60]} … {line[-36:]}"
