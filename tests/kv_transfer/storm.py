@@ -336,13 +336,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--only", choices=[f"{mode}-{transport}" for transport, mode in CONFIGURATIONS])
     options = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         model, prompts = make_model(directory), make_prompts(options.seed)
         expected = undisturbed(model, prompts)
-        for index, (transport, mode) in enumerate(CONFIGURATIONS):
-            kills = options.kills // 4 + (index < options.kills % 4)
+        chosen = [pair for pair in CONFIGURATIONS if options.only in (None, f"{pair[1]}-{pair[0]}")]
+        for index, (transport, mode) in enumerate(chosen):
+            kills = options.kills // len(chosen) + (index < options.kills % len(chosen))
             began = time.monotonic()
             storm = Storm(model, transport, mode, expected, prompts, options.seed + index)
             try:

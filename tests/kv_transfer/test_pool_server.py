@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from kv_support import kv_cache_config
 
 from interlock.core.errors import KVTransferError, PeerMismatchError
+from interlock.graphs.copy import copy_list
 from interlock.kv_transfer.clock import MonotonicClock
 from interlock.kv_transfer.handshake import PROTOCOL_VERSION, Done, Heartbeat, Hello, Leases, Refused, Welcome, decode, describe_pool, encode
 from interlock.kv_transfer.leases import LeaseTable
 from interlock.kv_transfer.transports import channel as channel_module
 from interlock.kv_transfer.transports.channel import Channel, address, check_same_user
-from interlock.graphs.copy import copy_list
 from interlock.kv_transfer.transports.desk import PeerDesk
 from interlock.kv_transfer.transports.local import SharedMemoryTransport
 from interlock.kv_transfer.transports.peer_client import PeerPool
 from interlock.kv_transfer.transports.pool_server import PoolServer, make_welcome
-from interlock.kv_transfer.transports.transport import PeerAddress
 from interlock.kv_transfer.transports.shared_memory import ControlSegment, ReadOnlyMapping, allocate_pool
+from interlock.kv_transfer.transports.transport import PeerAddress
 
 CONFIG = kv_cache_config()
 POOL = describe_pool(CONFIG)

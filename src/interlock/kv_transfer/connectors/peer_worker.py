@@ -159,6 +159,7 @@ class PeerWorkerHalf:
         self._control: ControlSegment | None = None
         self._closers: list[Callable[[], None]] = [self._transport.close]
         self._leased: dict[str, str] = {}
+        self._ending: set[str] = set()
         self._reported: dict[str, int] = {}
 
     def register_pool(self, pool: KVPool) -> None:
@@ -205,7 +206,11 @@ class PeerWorkerHalf:
         """See `KVConnector.get_transfer_results`. finished_sending: requests whose lease has ended."""
         received = self.consumer.take_results() if self.consumer is not None else KVConnectorTransferResults()
         ended = []
-        for lease_id in self.leases.take_ended():
+        self._ending |= self.leases.take_ended()
+        for lease_id in sorted(self._ending):
+            if self.sender is not None and self.sender.is_busy(lease_id):
+                continue  # its blocks are kept for as long as they are read
+            self._ending.discard(lease_id)
             if self.sender is not None:
                 self.sender.end(lease_id, "the producer gave the blocks up before all were pushed")
             ended.append(self._leased.pop(lease_id))

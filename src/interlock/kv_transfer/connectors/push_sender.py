@@ -108,6 +108,15 @@ class PushSender:
             if chunks:
                 self._condition.notify_all()
 
+    def is_busy(self, transfer_id: str) -> bool:
+        """Whether something of the transfer is under way; it is told to stop."""
+        with self._condition:
+            push = self._pushes.get(transfer_id)
+            if push is None or not push.busy:
+                return False
+            push.stop(True)
+            return True
+
     def end(self, transfer_id: str, reason: str | None) -> None:
         """The transfer is over; reason: why it is not complete. Returns when nothing reads its blocks any more."""
         with self._condition:
@@ -150,7 +159,7 @@ class PushSender:
             if push is None or push.announcement is None or push.announcement.nonce != message.nonce:
                 return
             push.stop(True)
-            self._wait_idle([push])
+            self._wait_idle([push], bounded=True)
             push.announcement = None
 
     def close(self) -> None:
@@ -177,9 +186,13 @@ class PushSender:
         self._condition.notify_all()
         return None
 
-    def _wait_idle(self, pushes: Sequence[_Push]) -> None:
-        if not self._condition.wait_for(lambda: not any(push.busy for push in pushes), _QUIESCENT_SECONDS):
-            raise KVTransferError(f"a push of transfer {pushes[0].transfer_id!r} could not be stopped within {_QUIESCENT_SECONDS:g} s")
+    def _wait_idle(self, pushes: Sequence[_Push], *, bounded: bool = False) -> None:
+        """Until none of the pushes reads its blocks. For a step there is no way round it: the blocks are about to be overwritten."""
+        while not self._condition.wait_for(lambda: not any(push.busy for push in pushes), _QUIESCENT_SECONDS):
+            message = f"a push of transfer {pushes[0].transfer_id!r} has not stopped within {_QUIESCENT_SECONDS:g} s"
+            if bounded:
+                raise KVTransferError(message)
+            logger.error("%s; its peer holds it up, and the step waits", message)
 
     def _run(self) -> None:
         while True:

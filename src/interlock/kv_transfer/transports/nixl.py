@@ -32,6 +32,7 @@ _DRAIN_SECONDS: Final = 0.05  # what a lost peer had sent is taken in for so lon
 _ACTIVE_SECONDS: Final = 0.0002  # between looks for notifications while a peer is at work with us
 _IDLE_SECONDS: Final = 0.02
 _STAYS_ACTIVE_SECONDS: Final = 1.0
+_WATCH_SECONDS: Final = 0.02  # how often a peer that keeps a transfer waiting is looked at
 
 
 class NixlTransport:
@@ -65,7 +66,7 @@ class NixlTransport:
         self.lock = threading.Lock()  # the agent is used by one thread at a time
         self._allowed = tuple(allowed_hosts)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.agent = _make_agent(name, ucx_tls, error_handling)
+        self.agent, self.reports_deaths = _make_agent(name, ucx_tls, error_handling)
         self._registered: list[Any] = []
         self._own: Registration | None = None
         self._prepared: Any = None
@@ -116,7 +117,7 @@ class NixlTransport:
 
     def open(self, connection: Connection, welcome: Welcome) -> "NixlMemory":
         """See `Transport.open`."""
-        return NixlMemory(self, welcome)
+        return NixlMemory(self, welcome, lambda: connection.alive)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -139,9 +140,11 @@ class NixlTransport:
 
     def touch(self) -> None:
         """A peer is at work with us: look often for a while."""
-        with self._wake:
-            self._touched = time.monotonic()
-            self._wake.notify()
+        now = time.monotonic()
+        active, self._touched = now - self._touched < _STAYS_ACTIVE_SECONDS, now
+        if not active:
+            with self._wake:
+                self._wake.notify()
 
     def scratch(self, nbytes: int) -> Buffer:
         """Registered memory of our own, to be given back with `give_back`; called with the lock held."""
@@ -214,10 +217,11 @@ class NixlTransport:
 
 
 class NixlMemory:
-    """A peer's pool and control page, as NIXL reaches them."""
+    """A peer's pool and control page, as NIXL reaches them. alive: whether the peer's side channel stands."""
 
-    def __init__(self, transport: NixlTransport, welcome: Welcome) -> None:
+    def __init__(self, transport: NixlTransport, welcome: Welcome, alive: Callable[[], bool]) -> None:
         self._transport = transport
+        self._alive = alive
         self._address = welcome.pool_address
         self._control_address = welcome.control_address
         pool = welcome.pool
@@ -242,29 +246,16 @@ class NixlMemory:
         return self._address
 
     def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer, notification: bytes = b"") -> "NixlTransfer":
-        """See `RemoteMemory.post`. A list of which only a part is whole blocks goes in two transfers; the notification is of the last."""
+        """See `RemoteMemory.post`. A list of which only a part is whole blocks goes in two transfers; the notification is behind both."""
         destinations, sources, sizes = descriptors.T
         local, remote = (destinations, sources) if operation == "read" else (sources, destinations)
         whole = self._whole_blocks(local, remote, sizes)
-        handles: list[Any] = []
-        transport = self._transport
-        transport.touch()
-        with transport.lock:
-            try:
-                if whole.any():
-                    message = notification if whole.all() else b""
-                    handles.append(self._make_prepared(operation, local[whole], remote[whole], sizes[whole], message))
-                if not whole.all():
-                    handles.append(self._make(operation, local[~whole], remote[~whole], sizes[~whole], notification))
-                for handle in handles[:-1]:
-                    self._finish_locked(handle, transport.agent.transfer(handle))
-                transport.agent.transfer(handles[-1])
-            except Exception as error:
-                for handle in handles:
-                    with contextlib.suppress(Exception):
-                        transport.agent.release_xfer_handle(handle)
-                raise KVTransferError(f"NIXL could not {operation}: {_named(error)}") from error
-        return NixlTransfer(transport, handles, operation)
+        self._transport.touch()
+        if whole.all():
+            return self._post(operation, self._make_prepared, local, remote, sizes, notification)
+        if whole.any():
+            self._post(operation, self._make_prepared, local[whole], remote[whole], sizes[whole], b"").wait(lambda: False)
+        return self._post(operation, self._make, local[~whole], remote[~whole], sizes[~whole], notification)
 
     def control(self, block_ids: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
         """Reads the peer's words: the header and the span of generations that holds `block_ids`. See `RemoteMemory.control`."""
@@ -305,12 +296,28 @@ class NixlMemory:
         whole: npt.NDArray[np.bool_] = ours & theirs & (sizes % size == 0)
         return whole
 
+    def _post(self, operation: Operation, make: Callable[..., Any], local: Any, remote: Any, sizes: Any, notification: bytes) -> "NixlTransfer":
+        transport, handles = self._transport, []
+        with transport.lock:
+            try:
+                handles.append(make(operation, local, remote, sizes, notification))
+                state = transport.agent.transfer(handles[0])
+            except Exception as error:
+                for handle in handles:
+                    with contextlib.suppress(Exception):
+                        transport.agent.release_xfer_handle(handle)
+                raise KVTransferError(f"NIXL could not {operation}: {_named(error)}") from error
+            transfer = NixlTransfer(transport, handles[0], operation, self._alive)
+            transfer.take(state)
+        return transfer
+
     def _make_prepared(self, operation: str, local: Any, remote: Any, sizes: Any, notification: bytes) -> Any:
         size, agent = self._transport.block_bytes, self._transport.agent
         counts = sizes // size
+        ours, theirs = (local - self._transport.pool.address) // size, (remote - self._address) // size
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        ours = (np.repeat((local - self._transport.pool.address) // size, counts) + within).astype(np.int32)
-        theirs = (np.repeat((remote - self._address) // size, counts) + within).astype(np.int32)
+        ours = (np.repeat(ours, counts) + within).astype(np.int32)
+        theirs = (np.repeat(theirs, counts) + within).astype(np.int32)
         return agent.make_prepped_xfer(operation.upper(), self._transport.prepared(), ours, self._prepared, theirs, notification)
 
     def _make(self, operation: str, local: Any, remote: Any, sizes: Any, notification: bytes) -> Any:
@@ -320,23 +327,20 @@ class NixlMemory:
         theirs = agent.get_xfer_descs(np.stack([remote.astype(np.uint64), sizes.astype(np.uint64), device], axis=1), _MEMORY)
         return agent.initialize_xfer(operation.upper(), ours, theirs, self._name, notification)
 
-    def _finish_locked(self, handle: Any, state: str) -> None:
-        while state == "PROC":
-            state = self._transport.agent.check_xfer_state(handle)
-        if state != "DONE":
-            raise KVTransferError("a transfer failed")
-
 
 class NixlTransfer:
-    """See `Transfer`. What UCX was given cannot be taken back, so an abort waits for it: it is one layer."""
+    """See `Transfer`. What UCX was given cannot be taken back, so an abort waits for it: it is one layer.
 
-    def __init__(self, transport: NixlTransport, handles: list[Any], operation: str) -> None:
+    With error handling 'none' UCX says nothing of a peer that has died, and what was queued for it never ends; its side channel tells.
+    """
+
+    def __init__(self, transport: NixlTransport, handle: Any, operation: str, alive: Callable[[], bool]) -> None:
         self._transport = transport
-        self._handles = handles
+        self._alive = alive
+        self._handle = handle
         self._operation = operation
         self._error: str | None = None
         self._ended = False
-        self._look()
 
     @property
     def done(self) -> bool:
@@ -345,10 +349,14 @@ class NixlTransfer:
 
     def wait(self, aborted: Callable[[], bool]) -> None:
         """See `Transfer.wait`."""
-        pause = 0.0
+        pause, next_look = 0.0, time.monotonic() + _WATCH_SECONDS
         while not self._look():
             time.sleep(pause)
             pause = min(pause + 1e-5, _ACTIVE_SECONDS)
+            if time.monotonic() > next_look and not self._transport.reports_deaths:
+                next_look = time.monotonic() + _WATCH_SECONDS
+                if not self._alive():
+                    self._bury()
         if self._error is not None:
             raise KVTransferError(f"NIXL could not {self._operation}: {self._error}")
         if aborted():
@@ -359,18 +367,28 @@ class NixlTransfer:
             return True
         with self._transport.lock:
             try:
-                state = self._transport.agent.check_xfer_state(self._handles[-1])
+                state = self._transport.agent.check_xfer_state(self._handle)
             except Exception as error:
                 state, self._error = "ERR", _named(error)
-            if state == "PROC":
-                return False
-            for handle in self._handles:
-                with contextlib.suppress(Exception):
-                    self._transport.agent.release_xfer_handle(handle)
+            self.take(state)
+        return self._ended
+
+    def _bury(self) -> None:
+        """The peer is dead: what it had sent is taken in, and nothing else can come."""
+        self._transport.drain()
+        if not self._look():
+            with self._transport.lock:
+                self.take("ERR")
+
+    def take(self, state: str) -> None:
+        """What NIXL says of it; called with the lock held."""
+        if state == "PROC":
+            return
+        with contextlib.suppress(Exception):
+            self._transport.agent.release_xfer_handle(self._handle)
         if state == "ERR":
             self._error = self._error or "the connection to the peer was lost"
         self._ended = True
-        return True
 
 
 class _Attentive:
@@ -404,7 +422,8 @@ class _Attentive:
         self._desk.forget(session)
 
 
-def _make_agent(name: str, ucx_tls: str, error_handling: str | None) -> Any:
+def _make_agent(name: str, ucx_tls: str, error_handling: str | None) -> tuple[Any, bool]:
+    """An agent with a UCX backend, and whether UCX reports that a peer has died."""
     if ucx_tls:
         os.environ.setdefault("UCX_TLS", ucx_tls)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -420,7 +439,7 @@ def _make_agent(name: str, ucx_tls: str, error_handling: str | None) -> Any:
         agent.create_backend("UCX", {"ucx_error_handling_mode": mode})
     except Exception as error:
         raise ConfigError(f"NIXL's UCX backend cannot start with UCX_TLS={chosen!r} and error handling {mode!r}: {error}") from error
-    return agent
+    return agent, mode == "peer"
 
 
 def _text(name: Any) -> str:
