@@ -2,12 +2,14 @@ import threading
 
 import numpy as np
 import pytest
-from kv_support import run_in_thread
+from kv_support import LAYERS, run_in_thread
 
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.copy import copy_list
 from interlock.kv_transfer.clock import VirtualClock
 from interlock.kv_transfer.connectors.peer import PeerConnector
+from interlock.kv_transfer.transports.local import MappedMemory
+from interlock.kv_transfer.transports.nixl import NixlMemory
 
 MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 TOKENS = list(range(100, 113))
@@ -352,3 +354,46 @@ class TestProcesses:
         producer_process.kill()
         _, promises = consumer.admit("d", TOKENS[:12], params, [1, 6, 3])
         assert "cannot be reached" in consumer.step(CUDAGraphMode.FULL, promises).load_errors["d"]
+
+
+class TestGenerationsOverBothTransports:
+    """The blocks go to another prompt between the reads of two layers."""
+
+    def read(self, engines, transport, monkeypatch):
+        memory = {"shared_memory": MappedMemory, "nixl": NixlMemory}[transport]
+        producer, consumer = engines(), engines()
+        producer.fill(1)
+        expected = producer.positions([1, 2], 0, 7)
+        params = producer.prefill("p", TOKENS[:8], [1, 2])
+        producer.step()
+        third = consumer.caches[LAYERS[2]]
+        post = memory.post
+        arrived, go_on = threading.Event(), threading.Event()
+
+        def held(self, operation, descriptors, *rest):
+            if third.address <= descriptors[0, 0] < third.address + third.nbytes:
+                arrived.set()
+                go_on.wait()
+            return post(self, operation, descriptors, *rest)
+
+        monkeypatch.setattr(memory, "post", held)
+        _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
+        thread, result = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
+        arrived.wait()
+        give_blocks_away(producer)
+        go_on.set()
+        thread.join()
+        return result[0], expected, consumer.positions([1, 2], 0, 7)
+
+    @over_both_transports
+    def test_it_is_noticed(self, engines, transport, monkeypatch):
+        output, _, _ = self.read(engines, transport, monkeypatch)
+        assert "generation" in output.load_errors["d"]
+        assert output.invalid_block_ids == {1, 2}
+
+    @over_both_transports
+    def test_without_the_generations_it_would_be_accepted(self, engines, transport, monkeypatch):
+        monkeypatch.setattr("interlock.kv_transfer.transports.peer_client.PeerPool.confirm", lambda *_args: None)
+        output, expected, read = self.read(engines, transport, monkeypatch)
+        assert not output.load_errors
+        assert not np.array_equal(read, expected)
