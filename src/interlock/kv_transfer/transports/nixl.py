@@ -1,7 +1,7 @@
 """The NIXL transport: one-sided reads and writes over UCX (shared memory between processes of one host, TCP, RDMA where it is set up).
 
 Between two local processes UCX copies inside the post, so posts belong on a connector's own threads, never on a step's. Prepared lists
-of all blocks of both pools are kept per peer; a transfer of whole blocks then only names their numbers, and NIXL merges neighbours.
+of all blocks of both pools are kept per peer; a transfer of scattered whole blocks then only names their numbers.
 """
 
 import contextlib
@@ -246,16 +246,25 @@ class NixlMemory:
         return self._address
 
     def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer, notification: bytes = b"") -> "NixlTransfer":
-        """See `RemoteMemory.post`. A list of which only a part is whole blocks goes in two transfers; the notification is behind both."""
+        """See `RemoteMemory.post`. A list of single whole blocks names prepared ones; another one is built, with neighbours merged."""
         destinations, sources, sizes = descriptors.T
         local, remote = (destinations, sources) if operation == "read" else (sources, destinations)
-        whole = self._whole_blocks(local, remote, sizes)
-        self._transport.touch()
-        if whole.all():
-            return self._post(operation, self._make_prepared, local, remote, sizes, notification)
-        if whole.any():
-            self._post(operation, self._make_prepared, local[whole], remote[whole], sizes[whole], b"").wait(lambda: False)
-        return self._post(operation, self._make, local[~whole], remote[~whole], sizes[~whole], notification)
+        transport, handle = self._transport, None
+        transport.touch()
+        with transport.lock:
+            try:
+                handle = self._make_prepared(operation, local, remote, sizes, notification) or self._make(
+                    operation, local, remote, sizes, notification
+                )
+                state = transport.agent.transfer(handle)
+            except Exception as error:
+                if handle is not None:
+                    with contextlib.suppress(Exception):
+                        transport.agent.release_xfer_handle(handle)
+                raise KVTransferError(f"NIXL could not {operation}: {_named(error)}") from error
+            transfer = NixlTransfer(transport, handle, operation, self._alive)
+            transfer.take(state)
+        return transfer
 
     def control(self, block_ids: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
         """Reads the peer's words: the header and the span of generations that holds `block_ids`. See `RemoteMemory.control`."""
@@ -287,44 +296,26 @@ class NixlMemory:
                 transport.give_back(self._words)
             self._name = ""
 
-    def _whole_blocks(self, local: npt.NDArray[np.int64], remote: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        if self._prepared is None:
-            return np.zeros(len(sizes), bool)
-        size, pool = self._transport.block_bytes, self._transport.pool
-        ours = (local >= pool.address) & (local < pool.address + pool.nbytes) & ((local - pool.address) % size == 0)
-        theirs = (remote >= self._address) & (remote < self._address + self._pool_bytes) & ((remote - self._address) % size == 0)
-        whole: npt.NDArray[np.bool_] = ours & theirs & (sizes % size == 0)
-        return whole
-
-    def _post(self, operation: Operation, make: Callable[..., Any], local: Any, remote: Any, sizes: Any, notification: bytes) -> "NixlTransfer":
-        transport, handles = self._transport, []
-        with transport.lock:
-            try:
-                handles.append(make(operation, local, remote, sizes, notification))
-                state = transport.agent.transfer(handles[0])
-            except Exception as error:
-                for handle in handles:
-                    with contextlib.suppress(Exception):
-                        transport.agent.release_xfer_handle(handle)
-                raise KVTransferError(f"NIXL could not {operation}: {_named(error)}") from error
-            transfer = NixlTransfer(transport, handles[0], operation, self._alive)
-            transfer.take(state)
-        return transfer
-
     def _make_prepared(self, operation: str, local: Any, remote: Any, sizes: Any, notification: bytes) -> Any:
-        size, agent = self._transport.block_bytes, self._transport.agent
-        counts = sizes // size
-        ours, theirs = (local - self._transport.pool.address) // size, (remote - self._address) // size
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        ours = (np.repeat(ours, counts) + within).astype(np.int32)
-        theirs = (np.repeat(theirs, counts) + within).astype(np.int32)
-        return agent.make_prepped_xfer(operation.upper(), self._transport.prepared(), ours, self._prepared, theirs, notification)
+        """None if the list is not one of single whole blocks of both pools."""
+        size, pool = self._transport.block_bytes, self._transport.pool
+        if self._prepared is None or len(sizes) == 1 or (sizes != size).any():
+            return None
+        ours, our_rest = np.divmod(local - pool.address, size)
+        theirs, their_rest = np.divmod(remote - self._address, size)
+        if our_rest.any() or their_rest.any():
+            return None
+        side = self._transport.prepared()
+        return self._transport.agent.make_prepped_xfer(
+            operation.upper(), side, ours.astype(np.int32), self._prepared, theirs.astype(np.int32), notification
+        )
 
     def _make(self, operation: str, local: Any, remote: Any, sizes: Any, notification: bytes) -> Any:
         agent = self._transport.agent
-        device = np.zeros(len(sizes), np.uint64)
-        ours = agent.get_xfer_descs(np.stack([local.astype(np.uint64), sizes.astype(np.uint64), device], axis=1), _MEMORY)
-        theirs = agent.get_xfer_descs(np.stack([remote.astype(np.uint64), sizes.astype(np.uint64), device], axis=1), _MEMORY)
+        ours, theirs = np.zeros((2, len(sizes), 3), np.uint64)
+        ours[:, 0], theirs[:, 0] = local, remote
+        ours[:, 1] = theirs[:, 1] = sizes
+        ours, theirs = agent.get_xfer_descs(ours, _MEMORY), agent.get_xfer_descs(theirs, _MEMORY)
         return agent.initialize_xfer(operation.upper(), ours, theirs, self._name, notification)
 
 
