@@ -1,3 +1,4 @@
+import ctypes
 import json
 import logging
 import os
@@ -113,6 +114,39 @@ def test_a_damaged_entry_costs_a_warning_and_a_recompile(cache, some, compiled, 
     assert "corrupt" in warnings_of(caplog)[0]
     compile_cache.load([some])
     assert compiled == [some.name] * 2
+
+
+MOVES = {
+    "swapped": lambda one, other: other.rename(one.with_suffix(".kept")) and one.rename(other) and one.with_suffix(".kept").rename(one),
+    "renamed": lambda one, other: one.replace(other),
+    "copied": lambda one, other: other.write_bytes(one.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("names", [("test_one", "test_other"), ("test_one", "test_one")], ids=["other function", "other arguments"])
+def test_a_whole_entry_in_the_place_of_another_is_compiled_again_and_replaced(cache, compiled, caplog, names, move):
+    one, other = (compiled_functions.function(name, "add_scaled", factor) for name, factor in zip(names, (2, 3), strict=True))
+    for function in (one, other):
+        compile_cache.load([function])
+    directory = next(cache.glob("kernels/*/*.o")).parent
+    move(compile_cache.entry_path(directory, one), compile_cache.entry_path(directory, other))
+    compiled.clear()
+    for _ in range(2):
+        address = compile_cache.load([other])[other.name]
+        assert ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)(address)(1, 2) == 7
+    assert compiled == [other.name]
+    assert len(warnings_of(caplog)) == 1
+    assert "does not belong there" in warnings_of(caplog)[0]
+
+
+def test_an_entry_of_another_toolchain_under_the_same_directory_name_is_compiled_again(cache, some, compiled, caplog, monkeypatch):
+    digest = compile_cache.toolchain_digest()
+    compile_cache.load([some])
+    monkeypatch.setattr(compile_cache, "toolchain_digest", lambda: digest[:32] + digest[:32])
+    compile_cache.load([some])
+    assert compiled == [some.name] * 2
+    assert "does not belong there" in warnings_of(caplog)[0]
 
 
 def test_an_entry_that_cannot_be_read_or_replaced_costs_warnings(cache, some, compiled, caplog):

@@ -2,9 +2,11 @@
 
 Layout: `<cache>/kernels/<toolchain>/<function>-<sources>.o`. `toolchain` is a digest of the Numba and llvmlite versions and of the CPU with
 its features; `sources` is a digest of the function's factory, its arguments and every module of ours that its module imports, so an
-entry is never stale. A file is magic, sha256 of the rest, symbol length, symbol, object; anything that does not check out is dropped and
-compiled again, with a warning. Nothing here is ever unpickled. Since loading an entry is running it, a directory that somebody else owns
-or may write to is not used. Whatever is wrong with the cache costs a recompile and a warning, never a failure.
+entry is never stale. A file is magic, sha256 of the rest, key length, key, symbol length, symbol, object. The key says in full what the
+file's place says in short (function, sources, toolchain), so that a file which came to lie in another's place is not run as it. Anything
+that does not check out is dropped and compiled again, with a warning. Nothing here is ever unpickled. Since loading an entry is running
+it, a directory that somebody else owns or may write to is not used. Whatever is wrong with the cache costs a recompile and a warning,
+never a failure.
 """
 
 import atexit
@@ -34,7 +36,7 @@ from interlock.kernels.sources import read_sources
 
 logger = logging.getLogger(__name__)
 
-MAGIC: Final = b"ILKOBJ02"
+MAGIC: Final = b"ILKOBJ03"
 CACHE_DIR_VARIABLE: Final = "INTERLOCK_CACHE_DIR"
 
 _DAY: Final = 86_400.0  # seconds
@@ -69,20 +71,29 @@ def cache_directory() -> Path | None:
 
 def entry_path(directory: Path, function: NativeFunction) -> Path:
     """Where the entry of `function` lies."""
+    return directory / f"{function.name}-{source_digest(function)[:24]}.o"
+
+
+def source_digest(function: NativeFunction) -> str:
+    """What the code of `function` is made from, as 64 hex digits."""
     module, factory = function.source.split(":")
     hasher = hashlib.sha256(repr((factory, function.arguments, function.signature)).encode())
     for path, source in read_sources(module).items():
         hasher.update(path.encode() + b"\0" + source + b"\0")
-    return directory / f"{function.name}-{hasher.hexdigest()[:24]}.o"
+    return hasher.hexdigest()
 
 
 @functools.cache
 def toolchain_digest() -> str:
-    """The compiler and the machine that compiled code depends on, as 32 hex digits."""
+    """The compiler and the machine that compiled code depends on, as 64 hex digits."""
     _initialize_llvm()
     versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
     machine = [llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine]).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine]).encode()).hexdigest()
+
+
+def _entry_key(function: NativeFunction) -> bytes:
+    return f"{function.name} {source_digest(function)} {toolchain_digest()}".encode()
 
 
 def _compile_all(functions: Sequence[NativeFunction], directory: Path | None, progress: Progress | None) -> dict[str, _Entry]:
@@ -92,7 +103,7 @@ def _compile_all(functions: Sequence[NativeFunction], directory: Path | None, pr
     def finished(function: NativeFunction, symbol: str, code: bytes) -> None:
         objects[function.name] = symbol, code
         if directory is not None:
-            _write_entry(entry_path(directory, function), symbol, code)
+            _write_entry(directory, function, symbol, code)
             _prune(directory, function)
         if progress is not None:
             progress(function.name, len(objects), len(functions))
@@ -124,12 +135,13 @@ def _read_all(functions: Sequence[NativeFunction], directory: Path | None, level
     entries = {}
     if directory is not None:
         for function in functions:
-            if (entry := _read_entry(entry_path(directory, function), level)) is not None:
+            if (entry := _read_entry(directory, function, level)) is not None:
                 entries[function.name] = entry
     return entries
 
 
-def _read_entry(path: Path, level: int) -> _Entry | None:
+def _read_entry(directory: Path, function: NativeFunction, level: int) -> _Entry | None:
+    path = entry_path(directory, function)
     try:
         data = path.read_bytes()
         if time.time() - path.stat().st_mtime > _DAY:
@@ -144,12 +156,28 @@ def _read_entry(path: Path, level: int) -> _Entry | None:
     if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : len(MAGIC) + 32]:
         logger.log(level, "kernel cache entry %s is corrupt; compiling again", path)
         return None
-    (size,) = struct.unpack_from("<I", body)
-    return body[4 : 4 + size].decode(), body[4 + size :]
+    key, rest = _split(body)
+    if key != _entry_key(function):
+        logger.log(
+            level,
+            "kernel cache entry %s does not belong there (it holds %s, of these or other sources); compiling %s again",
+            path,
+            key.partition(b" ")[0].decode(errors="replace"),
+            function.name,
+        )
+        return None
+    symbol, code = _split(rest)
+    return symbol.decode(), code
 
 
-def _write_entry(path: Path, symbol: str, code: bytes) -> None:
-    body = struct.pack("<I", len(symbol)) + symbol.encode() + code
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    (size,) = struct.unpack_from("<I", data)
+    return data[4 : 4 + size], data[4 + size :]
+
+
+def _write_entry(directory: Path, function: NativeFunction, symbol: str, code: bytes) -> None:
+    path = entry_path(directory, function)
+    body = b"".join(struct.pack("<I", len(part)) + part for part in (_entry_key(function), symbol.encode())) + code
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
@@ -175,7 +203,7 @@ def _prune(directory: Path, function: NativeFunction) -> None:
 
 @functools.cache
 def _usable_directory(root: Path) -> Path | None:
-    directory = root / toolchain_digest()
+    directory = root / toolchain_digest()[:32]
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         for path in (root, directory):
