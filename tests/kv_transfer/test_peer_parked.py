@@ -65,7 +65,9 @@ def test_a_parked_load_that_fails_says_so(engines):
     params = producer.prefill("p", TOKENS[:12], BLOCKS)
     producer.close()
     park(consumer, params)
-    assert wait_received(consumer).failed_recving == {"d"}
+    output = wait_received(consumer)
+    assert output.failed_recving == {"d"}
+    assert "cannot be reached" in output.load_errors["d"]
 
 
 def test_an_abort_of_a_parked_load_ends_it_and_gives_the_reference_back(engines):

@@ -10,7 +10,7 @@ The engine creates an instance with role SCHEDULER, the runner one with role WOR
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from interlock.core.buffer import Buffer
@@ -33,11 +33,15 @@ class KVConnectorRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorTransferResults:
-    """Ends of transfers since the last report, as request ids. An id in `failed_recving` is also in `finished_recving`."""
+    """Ends of transfers since the last report, as request ids. An id in `failed_recving` is also in `finished_recving`.
+
+    recving_errors: causes of failures, by request, where they are known.
+    """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: frozenset[str] = frozenset()
+    recving_errors: Mapping[str, str] = field(default_factory=dict)
 
 
 class ConnectorRequest(Protocol):

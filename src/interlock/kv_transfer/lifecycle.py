@@ -310,7 +310,7 @@ class KVStep:
             failed_recving=results.failed_recving,
             invalid_block_ids=verdict.invalid_block_ids | frozenset(bad_blocks),
             pending_block_ids=pending,
-            load_errors=verdict.load_errors,
+            load_errors={**results.recving_errors, **verdict.load_errors},
             kv_connector_stats=dict(connector.get_kv_connector_stats()),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
             load_wait_seconds=self._seconds_waited + (self._batch.gate_wait_seconds if self._gated and self._batch else 0.0),

@@ -1,5 +1,6 @@
 """The worker half of the peer connector: serves our pool to peers, and loads from theirs."""
 
+import dataclasses
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +97,8 @@ class ConsumerWorker:
             for req_id in finished:
                 del self._parked[req_id]
                 self._ended.add(req_id)
-        failed = frozenset(req_id for req_id, error in finished.items() if error is not None)
-        return KVConnectorTransferResults(finished_recving=frozenset(finished) | late, failed_recving=failed)
+        errors = {req_id: error for req_id, error in finished.items() if error is not None}
+        return KVConnectorTransferResults(finished_recving=frozenset(finished) | late, failed_recving=frozenset(errors), recving_errors=errors)
 
     def take_ended(self) -> frozenset[str]:
         """Requests whose loads have ended since the last call; called when the step's loads have ended."""
@@ -214,7 +215,7 @@ class PeerWorkerHalf:
             if self.sender is not None:
                 self.sender.end(lease_id, "the producer gave the blocks up before all were pushed")
             ended.append(self._leased.pop(lease_id))
-        return KVConnectorTransferResults(frozenset(ended), received.finished_recving, received.failed_recving)
+        return dataclasses.replace(received, finished_sending=frozenset(ended))
 
     def worker_meta(self) -> PeerWorkerMeta:
         """See `KVConnector.build_connector_worker_meta`."""
