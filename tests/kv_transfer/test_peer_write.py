@@ -9,6 +9,8 @@ from peer_support import PeerEngine
 
 from interlock.core.errors import RequestError
 from interlock.core.forward_context import CUDAGraphMode
+from interlock.kv_transfer.clock import VirtualClock
+from interlock.kv_transfer.connectors.peer import PeerConnector
 
 TOKENS = list(range(100, 113))
 BLOCKS, OURS = [5, 2, 7, 4], [1, 6, 3, 8]
@@ -337,3 +339,44 @@ def test_pushes_under_full_load_in_random_order_of_both_legs_land_whole(make):
         consumer.step()
         prefill.wait_end()
         consumer.fill(2 + round_number)
+
+
+class OnVirtualTime(PeerConnector):
+    """A connector whose clock the test moves."""
+
+
+def test_a_push_that_never_begins_is_given_up_and_the_producer_forgets_it(make, monkeypatch):
+    monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())
+    producer, consumer = make({"connector": OnVirtualTime}, connector=OnVirtualTime)
+    producer.step()
+    park(consumer, decode_params(producer))
+    assert not consumer.step().finished_recving
+    sender = producer.worker._worker_half.sender
+    wait_for(lambda: "tx" in sender._early)
+    OnVirtualTime.clock.advance(31.0)
+    assert wait_received(consumer).failed_recving == {"d"}
+    assert not sender._early
+
+
+def test_a_push_that_stalls_past_the_deadline_of_its_step_is_stopped_at_the_producer(make, monkeypatch):
+    monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())
+    producer, consumer = make({"connector": OnVirtualTime}, connector=OnVirtualTime, max_sync_load_seconds=GATED, timeout=5.0)
+    producer.fill(1)
+    _, promises = consumer.admit("d", TOKENS, decode_params(producer), OURS)
+    thread, results = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
+    prefill = Prefill(producer)
+    prefill.begin(13)
+    prefill.write(0)
+    wait_for(lambda: np.array_equal(consumer.positions(OURS, 0, 12)[0], producer.positions(BLOCKS, 0, 12)[0]))
+    OnVirtualTime.clock.advance(5.0)
+    thread.join()
+    assert results[0].invalid_block_ids == set(OURS[:3])
+    assert not results[0].pending_block_ids
+    before = consumer.snapshot()
+    for layer in (1, 2):
+        prefill.write(layer)
+    prefill.end()
+    prefill.finish()
+    consumer.step()
+    prefill.wait_end()
+    assert np.array_equal(consumer.snapshot(), before)
