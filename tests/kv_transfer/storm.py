@@ -28,6 +28,7 @@ NUM_PROMPTS = 24
 IN_FLIGHT = 8
 LEASE_SECONDS, LOAD_SECONDS = 1.5, 1.2
 PATIENCE_SECONDS = 30.0  # what takes longer counts as a hang
+START_SECONDS = 240.0  # of an engine, which may have to compile its kernels
 
 
 def make_model(directory: str) -> str:
@@ -120,11 +121,11 @@ class Engine:
         child.close()
 
     def wait_ready(self) -> None:
-        self.receive("ready")
+        self.receive("ready", START_SECONDS)
 
-    def receive(self, kind: str) -> tuple[Any, ...]:
-        if not self.pipe.poll(PATIENCE_SECONDS):
-            raise AssertionError(f"the {self.name} process has said nothing for {PATIENCE_SECONDS:g} s, expected {kind!r}: it hangs")
+    def receive(self, kind: str, patience: float = PATIENCE_SECONDS) -> tuple[Any, ...]:
+        if not self.pipe.poll(patience):
+            raise AssertionError(f"the {self.name} process has said nothing for {patience:g} s, expected {kind!r}: it hangs")
         message = self.pipe.recv()
         assert message[0] == kind, message
         return message
