@@ -1,6 +1,7 @@
 """What a connector may count on: it sees the mode of the step, FULL above all, and no step reads what has not landed."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -224,8 +225,7 @@ def wait_until_written(runner: ModelRunner, consumer: Consumer, layer: int) -> N
 
 
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("kv_load_wait", ["auto", "gate", "barrier"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "kv_load_wait"), [*itertools.product(MODES, ["auto", "barrier"]), (CUDAGraphMode.FULL, "gate")])
 def test_a_connector_with_timelines_gives_the_same_bits_on_every_rung(model, producer, remote, mode, kv_load_wait, poison):
     remote.land_all()
     with open_runner(model, mode, "GatedConnector", kv_load_wait=kv_load_wait) as runner:

@@ -1,5 +1,6 @@
 """Engine options, under vLLM's names where vLLM has one, checked when they are set."""
 
+import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,13 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVLoadFailurePolicy = Literal["recompute", "fail"]
 
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEFAULT_MAX_NUM_SEQS = 64
+
+MAX_NUM_BATCHED_TOKENS = 2**20  # of one step; its activations alone are tens of kilobytes per token
+MAX_THREADS = 1024
+MAX_DATA_PARALLEL_SIZE = 1024
+MAX_SECONDS = 86400.0
+MAX_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,10 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.kv_connector, str) or not self.kv_connector:
             raise ConfigError(f"kv_connector is {self.kv_connector!r}, expected the name of a registered connector or 'package.module:Class'")
+        if not isinstance(self.engine_id, str) or not self.engine_id:
+            raise ConfigError(f"engine_id is {self.engine_id!r}, expected a text that no other engine has, or leave it out")
+        if self.kv_connector_module_path is not None and not isinstance(self.kv_connector_module_path, str):
+            raise ConfigError(f"kv_connector_module_path is {self.kv_connector_module_path!r}, expected the name of a Python module")
         _check_choice("kv_role", self.kv_role, get_args(KVRole))
         _check_choice("kv_load_failure_policy", self.kv_load_failure_policy, get_args(KVLoadFailurePolicy))
         if not isinstance(self.kv_connector_extra_config, Mapping):
@@ -42,7 +54,7 @@ class KVTransferConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> "KVTransferConfig":
         """Build from a parsed JSON object; an unknown key is an error that lists the known ones."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise ConfigError(f"kv_transfer_config has unknown keys {unknown}, expected some of {sorted(known)}")
         if "kv_connector" not in values:
@@ -66,7 +78,9 @@ class EngineConfig:
 
     model: 'smollm2' (the embedded model), a GGUF file, or a Hugging Face directory. dtype: how float weights are held
     ('auto' keeps the checkpoint's; quantised weights always stay as they are). kv_cache_memory_bytes: size of the KV pool.
-    kv_load_wait: force one rung of the ladder. kv_load_timeout: the deadline of one load.
+    kv_load_wait: force one rung of the ladder: 'hook' makes FULL steps piecewise; 'gate' needs a mode in which decode steps are FULL replays, and
+    steps that such a mode runs otherwise still use hooks. kv_load_timeout: the deadline of one load.
+    max_sync_load_seconds: a load predicted to be slower than this waits outside the steps, if the connector can.
     data_parallel_size: engines (ranks) with the same model, of which this is number `data_parallel_rank`. data_parallel_lockstep: they
     make their steps together, with one collective each; rank 0 listens for the others at data_parallel_master_ip and _port.
     """
@@ -74,7 +88,7 @@ class EngineConfig:
     model: str
     dtype: WeightDType = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_cache_dtype: KVCacheDType = "auto"
@@ -101,36 +115,58 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(WeightDType))
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _check_choice("kv_load_wait", self.kv_load_wait, get_args(KVLoadWait))
+        for name in ("enable_prefix_caching", "enforce_eager", "data_parallel_lockstep"):
+            _check_bool(name, getattr(self, name))
+        for name, low, high in _INTEGERS:
+            _check_integer(name, getattr(self, name), low, high)
+        for name, high in (("max_model_len", MAX_INT), ("threads", MAX_THREADS)):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 1, high)
+        self._check_graphs()
+        self._check_data_parallel()
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
+        if not _is_number(self.kv_load_timeout) or not 0 < self.kv_load_timeout <= MAX_SECONDS:
+            raise ConfigError(f"kv_load_timeout is {self.kv_load_timeout!r}, expected a number of seconds above 0 and up to {MAX_SECONDS:g}")
+        if self.max_sync_load_seconds is not None and (not _is_number(self.max_sync_load_seconds) or not self.max_sync_load_seconds >= 0):
+            raise ConfigError(f"max_sync_load_seconds is {self.max_sync_load_seconds!r}, expected a number of seconds of at least 0, or None")
+        if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
+            raise ConfigError(f"kv_transfer_config is {self.kv_transfer_config!r}, expected an object with 'kv_connector'")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs is {self.max_num_seqs}, expected at most max_num_batched_tokens, which is {self.max_num_batched_tokens}: "
+                "each running request takes at least one token of a step; lower max_num_seqs or raise max_num_batched_tokens"
+            )
+
+    def _check_graphs(self) -> None:
         if not isinstance(self.cudagraph_mode, CUDAGraphMode):
             raise ConfigError(f"cudagraph_mode is {self.cudagraph_mode!r}, expected one of {[m.name for m in CUDAGraphMode]}")
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1), ("kv_cache_memory_bytes", 1), ("seed", 0)):
-            _check_at_least(name, getattr(self, name), low)
-        for name, low in (("data_parallel_size", 1), ("data_parallel_rank", 0), ("data_parallel_master_port", 1)):
-            _check_at_least(name, getattr(self, name), low)
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None and (not isinstance(sizes, tuple) or not sizes):
+            raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, expected a list of at least one token count, or None for the usual ones")
+        for size in sizes or ():
+            _check_integer("cudagraph_capture_sizes", size, 1, MAX_INT)
+        if self.kv_load_wait == "gate" and self.graph_mode.decode_mode() is not CUDAGraphMode.FULL:
+            eager = " with enforce_eager" if self.enforce_eager else ""
+            raise ConfigError(
+                f"kv_load_wait is 'gate', but under cudagraph_mode {self.cudagraph_mode.name}{eager} no step is a FULL replay, "
+                "and gates are nodes of FULL replays; use FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE, or kv_load_wait 'auto'"
+            )
+
+    def _check_data_parallel(self) -> None:
         if self.data_parallel_rank >= self.data_parallel_size:
             raise ConfigError(
                 f"data_parallel_rank is {self.data_parallel_rank}, expected less than data_parallel_size, which is {self.data_parallel_size}"
             )
-        for name in ("max_model_len", "threads"):
-            if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
-        if self.block_size & (self.block_size - 1) or self.block_size > 256:
-            raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
-        if not isinstance(self.kv_load_timeout, int | float) or not self.kv_load_timeout > 0:
-            raise ConfigError(f"kv_load_timeout is {self.kv_load_timeout!r}, expected a number of seconds above 0")
-        if self.max_num_seqs > self.max_num_batched_tokens:
-            raise ConfigError(
-                f"max_num_seqs is {self.max_num_seqs}, expected at most max_num_batched_tokens, which is {self.max_num_batched_tokens}: "
-                "each running request takes at least one token of a step"
-            )
-        for size in self.cudagraph_capture_sizes or ():
-            _check_at_least("cudagraph_capture_sizes", size, 1)
+        if not isinstance(self.data_parallel_master_ip, str) or not self.data_parallel_master_ip:
+            raise ConfigError(f"data_parallel_master_ip is {self.data_parallel_master_ip!r}, expected the address that rank 0 listens on")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
-        """Build from plain JSON values by option name: a mode is its name, `kv_transfer_config` an object. An unknown name is an error."""
+        """Build from plain JSON values by option name: a mode is its name, `kv_transfer_config` an object. An unknown name is an error.
+        `max_num_seqs`, if it is not given, is at most the token budget of a step."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise ConfigError(f"unknown engine options {unknown}, expected some of {sorted(known)}")
         parsed = dict(values)
@@ -140,6 +176,9 @@ class EngineConfig:
             parsed["kv_transfer_config"] = KVTransferConfig.from_mapping(parsed["kv_transfer_config"])
         if isinstance(parsed.get("cudagraph_capture_sizes"), list):
             parsed["cudagraph_capture_sizes"] = tuple(parsed["cudagraph_capture_sizes"])
+        budget = parsed.get("max_num_batched_tokens")
+        if "max_num_seqs" not in parsed and isinstance(budget, int) and 1 <= budget < DEFAULT_MAX_NUM_SEQS:
+            parsed["max_num_seqs"] = int(budget)
         return cls(**parsed)
 
     @property
@@ -207,6 +246,28 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} is {value!r}, expected one of {list(choices)}")
 
 
-def _check_at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {low}")
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, expected true or false")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        expected = f"of at least {low}" if high == MAX_INT else f"from {low} to {high}"
+        raise ConfigError(f"{name} is {value!r}, expected an integer {expected}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+_INTEGERS = (
+    ("max_num_seqs", 1, MAX_NUM_BATCHED_TOKENS),
+    ("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS),
+    ("block_size", 1, 256),
+    ("kv_cache_memory_bytes", 1, MAX_INT),
+    ("seed", 0, 2**64 - 1),
+    ("data_parallel_size", 1, MAX_DATA_PARALLEL_SIZE),
+    ("data_parallel_rank", 0, MAX_DATA_PARALLEL_SIZE),
+    ("data_parallel_master_port", 1, 65535),
+)
