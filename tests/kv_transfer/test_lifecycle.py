@@ -7,7 +7,9 @@ from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
-from interlock.kv_transfer.lifecycle import InertKVStepDriver, Rung, StepState, choose_rung
+from interlock.kv_transfer.inert_lifecycle import InertKVStepDriver
+from interlock.kv_transfer.lifecycle import StepState
+from interlock.kv_transfer.rungs import Rung, choose_rung
 
 ALL_MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 HOOK_MODES = ALL_MODES[:2]

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from interlock.core.config import EngineConfig, KVCacheConfig
@@ -57,19 +58,25 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None, *, connector: KVConnector | None = None, progress: Progress | None = None):
         self.config = config
-        self.lockstep = join_lockstep(config)
-        self.runner: Runner = runner if runner is not None else _make_runner(config, progress, self.lockstep)
-        self.tokenizer = self.runner.tokenizer
-        self.max_model_len = self.runner.max_model_len
-        if connector is None and config.kv_transfer_config is not None:
-            connector = create_connector(config, KVConnectorRole.SCHEDULER, self.runner.kv_cache_config)
-        self._connector = connector
-        model_config = self.runner.model_config
-        self.inputs = InputProcessor(self.tokenizer, model_config.vocab_size, self.max_model_len)
-        self.detokenizer = Detokenizer(self.tokenizer)
-        self.scheduler = Scheduler(
-            config, self.runner.kv_cache_config, self.max_model_len, eos_token_ids=model_config.eos_token_ids, connector=connector
-        )
+        with ExitStack() as made:  # given back here if anything below fails, Ctrl-C included; what the caller brought stays the caller's
+            self.lockstep = join_lockstep(config)
+            if self.lockstep is not None:
+                made.callback(self.lockstep.close)
+            if runner is None:
+                runner = _make_runner(config, progress, self.lockstep)
+                made.callback(runner.shutdown)
+            if connector is None and config.kv_transfer_config is not None:
+                connector = create_connector(config, KVConnectorRole.SCHEDULER, runner.kv_cache_config)
+                made.callback(connector.shutdown)
+            self.runner: Runner = runner
+            self._connector = connector
+            self.tokenizer, self.max_model_len, model_config = runner.tokenizer, runner.max_model_len, runner.model_config
+            self.inputs = InputProcessor(self.tokenizer, model_config.vocab_size, self.max_model_len)
+            self.detokenizer = Detokenizer(self.tokenizer)
+            self.scheduler = Scheduler(
+                config, runner.kv_cache_config, self.max_model_len, eos_token_ids=model_config.eos_token_ids, connector=connector
+            )
+            made.pop_all()
         self._streams: dict[str, TextStream] = {}
         self._arrivals = 0
         self._counters = {"num_steps": 0, "num_computed_tokens": 0, "num_failed_steps": 0}

@@ -116,11 +116,17 @@ class KVConnector(ABC):
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         if config.kv_transfer_config is None:
             raise ConfigError("kv_transfer_config is None, expected the configuration of the connector that is being created")
+        self.check_options(config, kv_cache_config)
         self.config = config
         self.kv_transfer_config: KVTransferConfig = config.kv_transfer_config
         self.role = role
         self.kv_cache_config = kv_cache_config
         self._connector_metadata: Any = None
+
+    @classmethod
+    def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Raise ConfigError for options that this connector cannot be used with. Called before a pool of this shape is allocated (its
+        fingerprint is still empty), and again by the constructor; it makes nothing."""
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:

@@ -4,47 +4,19 @@ Promises come from the scheduler, never from the transfers that happen to exist:
 Transports report ends of transfers from any thread; the ledger alone says that a layer of a step has landed.
 """
 
-import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from interlock.core.errors import KVTransferError
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import Clock, MonotonicClock
+from interlock.kv_transfer.promises import Piece, StepRecord, Transfer, Verdict
 
 logger = logging.getLogger(__name__)
 
 LayerLanded = Callable[[int, int, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    """A promise that was not kept: positions from `first_invalid_position` on, and the local blocks that hold them."""
-
-    req_id: str
-    first_invalid_position: int
-    block_ids: tuple[int, ...]
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a step's promises. landed_positions: summed over layers."""
-
-    failures: tuple[LoadFailure, ...] = ()
-    landed_positions: int = 0
-
-    @property
-    def invalid_block_ids(self) -> frozenset[int]:
-        """Local blocks whose content is not what was promised."""
-        return frozenset(block for failure in self.failures for block in failure.block_ids)
-
-    @property
-    def load_errors(self) -> dict[str, str]:
-        """Cause per request."""
-        return {failure.req_id: failure.cause for failure in self.failures}
 
 
 @dataclass(slots=True)
@@ -70,8 +42,8 @@ class Ledger:
         self.counters = LedgerCounters()
         self._on_layer_landed = on_layer_landed
         self._condition = threading.Condition(threading.RLock())
-        self._steps: dict[int, _Step] = {}
-        self._transfers: dict[int, _Transfer] = {}
+        self._steps: dict[int, StepRecord] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._next_transfer = 1
         self._last_step = -1
 
@@ -82,7 +54,7 @@ class Ledger:
         with self._condition:
             if step <= self._last_step:
                 raise KVTransferError(f"step {step} opened after step {self._last_step}; stamps of steps only grow")
-            record = _Step(step, self.clock.now() + timeout, timeout, [[] for _ in range(self.num_layers)], [0] * self.num_layers)
+            record = StepRecord(step, self.clock.now() + timeout, timeout, [[] for _ in range(self.num_layers)], [0] * self.num_layers)
             for promise in promises:
                 self._add_promise(record, promise)
             self._last_step = step
@@ -158,7 +130,7 @@ class Ledger:
             piece.issue(start, stop)
             transfer_id = self._next_transfer
             self._next_transfer += 1
-            self._transfers[transfer_id] = _Transfer(step, piece, start, stop)
+            self._transfers[transfer_id] = Transfer(step, piece, start, stop)
             return transfer_id
 
     def end_transfer(self, transfer_id: int, error: str | None = None) -> bool:
@@ -227,7 +199,7 @@ class Ledger:
 
     # ---- below: with the lock held
 
-    def _add_promise(self, record: "_Step", promise: LoadPromise) -> None:
+    def _add_promise(self, record: StepRecord, promise: LoadPromise) -> None:
         if not 0 <= promise.start <= promise.stop:
             raise KVTransferError(f"request {promise.req_id!r} was promised positions [{promise.start}, {promise.stop}), expected 0 <= start <= stop")
         if promise.start == promise.stop:
@@ -240,12 +212,12 @@ class Ledger:
             )
         if promise.req_id in record.by_request:
             raise KVTransferError(f"request {promise.req_id!r} has two load promises in step {record.step}, expected one")
-        pieces = record.by_request[promise.req_id] = [_Piece(promise, layer) for layer in range(self.num_layers)]
+        pieces = record.by_request[promise.req_id] = [Piece(promise, layer) for layer in range(self.num_layers)]
         for piece in pieces:
             record.by_layer[piece.layer].append(piece)
             record.open_pieces[piece.layer] += 1
 
-    def _step(self, step: int) -> "_Step":
+    def _step(self, step: int) -> StepRecord:
         record = self._steps.get(step)
         if record is None:
             raise KVTransferError(f"step {step} is not open in the ledger; open steps: {sorted(self._steps)}")
@@ -265,18 +237,18 @@ class Ledger:
                 record.awaited.remove(layers)
             return all(piece.complete for layer in layers for piece in record.by_layer[layer])
 
-    def _expire(self, record: "_Step", cause: str) -> None:
+    def _expire(self, record: StepRecord, cause: str) -> None:
         for piece in record.all_pieces():
             if not piece.closed:
                 record.expired = True
                 piece.cause = piece.cause or cause
                 self._close(record, piece)
 
-    def _settle(self, record: "_Step", piece: "_Piece") -> None:
+    def _settle(self, record: StepRecord, piece: Piece) -> None:
         if piece.ended == piece.stop - piece.start:
             self._close(record, piece)
 
-    def _close(self, record: "_Step", piece: "_Piece") -> None:
+    def _close(self, record: StepRecord, piece: Piece) -> None:
         if piece.closed:
             return
         piece.closed = True
@@ -297,7 +269,7 @@ class Ledger:
                 if self._on_layer_landed is not None:
                     self._on_layer_landed(layer, record.step, error)
 
-    def _drop(self, transfer_id: int, transfer: "_Transfer | None") -> None:
+    def _drop(self, transfer_id: int, transfer: Transfer | None) -> None:
         if transfer is not None:
             kind = "duplicate"
         elif 0 < transfer_id < self._next_transfer:
@@ -306,100 +278,3 @@ class Ledger:
             kind = "unknown"
         setattr(self.counters, kind, getattr(self.counters, kind) + 1)
         logger.warning("dropped a %s report for transfer %d", kind, transfer_id)
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """One promise, one layer. `ended`: positions whose transfer has ended; `closed`: nothing that comes now can change it."""
-
-    promise: LoadPromise
-    layer: int
-    issued: list[tuple[int, int]] = field(default_factory=list)
-    landed: list[tuple[int, int]] = field(default_factory=list)
-    ended: int = 0
-    closed: bool = False
-    cause: str | None = None
-
-    @property
-    def start(self) -> int:
-        return self.promise.start
-
-    @property
-    def stop(self) -> int:
-        return self.promise.stop
-
-    @property
-    def first_invalid(self) -> int:
-        """The first promised position that has not landed; `stop` if all have."""
-        position = self.start
-        for start, stop in sorted(self.landed):
-            if start > position:
-                break
-            position = max(position, stop)
-        return position
-
-    @property
-    def complete(self) -> bool:
-        return self.first_invalid >= self.stop
-
-    def issue(self, start: int, stop: int) -> None:
-        if not self.start <= start < stop <= self.stop:
-            raise KVTransferError(
-                f"request {self.promise.req_id!r}, layer {self.layer}: positions [{start}, {stop}) leave the promised [{self.start}, {self.stop})"
-            )
-        if any(start < other_stop and other_start < stop for other_start, other_stop in self.issued):
-            raise KVTransferError(f"request {self.promise.req_id!r}, layer {self.layer}: positions [{start}, {stop}) are read twice")
-        self.issued.append((start, stop))
-
-    def cut(self, position: int) -> None:
-        """Positions from `position` on have not landed."""
-        self.landed = [(start, min(stop, position)) for start, stop in self.landed if start < position]
-
-    def block_positions(self, block_size: int) -> list[tuple[int, int]]:
-        """Per block of the promise: its id and the first promised position in it."""
-        first = self.start // block_size
-        return [(block, max(self.start, (first + i) * block_size)) for i, block in enumerate(self.promise.block_ids)]
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    step: int
-    piece: _Piece
-    start: int
-    stop: int
-    ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    step: int
-    deadline: float
-    timeout: float
-    by_layer: list[list[_Piece]]
-    open_pieces: list[int]  # per layer
-    by_request: dict[str, list[_Piece]] = field(default_factory=dict)
-    published: set[int] = field(default_factory=set)
-    awaited: list[Sequence[int]] = field(default_factory=list)
-    expired: bool = False
-
-    def is_open(self, layers: Sequence[int]) -> bool:
-        return any(self.open_pieces[layer] for layer in layers)
-
-    def all_pieces(self) -> Iterator[_Piece]:
-        return itertools.chain.from_iterable(self.by_layer)
-
-    @property
-    def timeout_cause(self) -> str:
-        return f"it had not landed {self.timeout:g} s after the step began (kv_load_timeout)"
-
-    def verdict(self, block_size: int) -> Verdict:
-        failures = []
-        for req_id, pieces in self.by_request.items():
-            worst = min(pieces, key=lambda piece: piece.first_invalid)
-            if not worst.complete:
-                first = worst.first_invalid
-                skipped = first // block_size - worst.start // block_size
-                cause = f"layer {worst.layer}, position {first}: {worst.cause or 'it was never read'}"
-                failures.append(LoadFailure(req_id, first, worst.promise.block_ids[skipped:], cause))
-        landed = sum(piece.first_invalid - piece.start for piece in self.all_pieces())
-        return Verdict(tuple(failures), landed)

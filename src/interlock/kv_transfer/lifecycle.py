@@ -1,6 +1,6 @@
-"""One connector step per SchedulerOutput: its order, its states, and the rung on which its loads are waited for.
+"""One connector step per SchedulerOutput: its order, its states, and how its loads are waited for.
 
-Order (design of a step): handle_preemptions → bind metadata → start_load_kv at once if the step consumes loads, otherwise in
+Order: handle_preemptions → bind metadata → start_load_kv at once if the step consumes loads, otherwise in
 finish_forward, right after the launch → layer hooks → finish_forward → post_forward, after everything that writes KV.
 """
 
@@ -9,29 +9,21 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from interlock.core.buffer import Buffer
 from interlock.core.config import KVCacheConfig, KVLoadWait
-from interlock.core.errors import ConfigError, LifecycleError
+from interlock.core.errors import LifecycleError
 from interlock.core.forward_context import AttentionMetadata, CUDAGraphMode, ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.graphs.stream import Event
 from interlock.kv_transfer.connector import KVConnector
 from interlock.kv_transfer.ledger import Ledger
+from interlock.kv_transfer.rungs import Rung, choose_rung
 
 logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.02  # how often a gated replay's deadline is looked at
-
-
-class Rung(enum.Enum):
-    """How a load is waited for. BARRIER: before the launch. HOOK: before each layer's KV write, from Python. GATE: there too, but by
-    nodes inside the replay."""
-
-    BARRIER = "barrier"
-    HOOK = "hook"
-    GATE = "gate"
 
 
 class StepState(enum.Enum):
@@ -60,24 +52,6 @@ class StepBatch(Protocol):
 
     def arm_gates(self) -> None:
         """From here on every layer's gate waits for its timeline to reach the step's stamp."""
-
-
-def choose_rung(mode: CUDAGraphMode, connector: KVConnector, kv_load_wait: KVLoadWait) -> Rung:
-    """The rung of a step that runs in `mode`: the one place where it is chosen. Raises ConfigError for a forced rung that cannot be had."""
-    if kv_load_wait == "barrier":
-        return Rung.BARRIER
-    if mode is not CUDAGraphMode.FULL:
-        return Rung.HOOK
-    if kv_load_wait == "hook":
-        raise ConfigError("kv_load_wait is 'hook', but no Python runs between the layers of a FULL replay; set cudagraph_mode to PIECEWISE or NONE")
-    if connector.supports_timelines and connector.progresses_by_itself:
-        return Rung.GATE
-    if kv_load_wait == "gate":
-        raise ConfigError(
-            f"kv_load_wait is 'gate', but {type(connector).__name__} does not report the ends of its reads from a thread of its own "
-            "(supports_timelines, progresses_by_itself); use 'auto' or 'barrier'"
-        )
-    return Rung.BARRIER
 
 
 class KVStepDriver:
@@ -128,7 +102,7 @@ class KVStepDriver:
                 f"step {context.step} was begun while step {self._open.context.step} is {self._open.state.name}; "
                 "end each step with post_forward or abort before the next"
             )
-        self._open = KVStep(self, context)
+        self._open = KVStep(self, context, self._step_ended)
         return self._open
 
     def no_forward(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: StepBatch) -> KVConnectorOutput:
@@ -148,6 +122,10 @@ class KVStepDriver:
             yield
         finally:
             self._disabled = before
+
+    def reset_capture_state(self) -> None:
+        """All programs are captured. Call it once, before the first step."""
+        self.connector.reset_capture_state()
 
     def before_layer(self, layer_index: int) -> None:
         """Hook in front of a layer's KV write (eager and piecewise): returns when its loads have ended."""
@@ -170,19 +148,19 @@ class KVStepDriver:
             raise LifecycleError(f"{what} was called outside a step; call begin and pre_forward first, or run inside disabled()")
         return self._open
 
-    def _closed(self, step: "KVStep") -> None:
-        assert self._open is step
+    def _step_ended(self) -> None:
         self._open = None
 
 
 class KVStep:
-    """One step of a connector: CREATED → OPEN → FINISHED or ABORTED. Made by `KVStepDriver.begin`."""
+    """One step of a connector: CREATED → OPEN → FINISHED or ABORTED. Made by `KVStepDriver.begin`. on_end: called when it has ended."""
 
-    def __init__(self, driver: KVStepDriver, context: ForwardContext) -> None:
+    def __init__(self, driver: KVStepDriver, context: ForwardContext, on_end: Callable[[], None]) -> None:
         self.context = context
         self.state = StepState.CREATED
         self.rung = choose_rung(context.cudagraph_runtime_mode, driver.connector, driver.kv_load_wait)
         self._driver = driver
+        self._on_end = on_end
         self._connector = driver.connector
         self._ledger = driver.ledger
         self._attn_metadata: AttentionMetadata | None = None
@@ -390,63 +368,4 @@ class KVStep:
 
     def _end(self, state: StepState) -> None:
         self.state = state
-        self._driver._closed(self)
-
-
-class InertKVStepDriver:
-    """The driver of an engine without a connector: the same calls, nothing behind them."""
-
-    def begin(self, context: ForwardContext) -> "InertKVStep":
-        """See `KVStepDriver.begin`."""
-        return InertKVStep(context)
-
-    def no_forward(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: StepBatch) -> None:
-        """See `KVStepDriver.no_forward`."""
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """See `KVStepDriver.disabled`."""
-        yield
-
-    def before_layer(self, layer_index: int) -> None:
-        """Nothing is loaded."""
-
-    def after_layer(self, layer_index: int) -> None:
-        """Nothing is saved."""
-
-    def shutdown(self) -> None:
-        """Nothing to stop."""
-
-
-class InertKVStep:
-    """See `InertKVStepDriver`."""
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-
-    def __enter__(self) -> "InertKVStep":
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        return None
-
-    def pre_forward(self, scheduler_output: SchedulerOutput, input_batch: StepBatch, attn_metadata: AttentionMetadata | None) -> None:
-        """Raises LifecycleError if the step was promised loads: without a connector nobody would make them."""
-        if scheduler_output.has_sync_kv_loads:
-            raise LifecycleError(f"step {scheduler_output.step} consumes KV loads, but the engine has no connector (kv_transfer_config)")
-
-    def finish_forward(self) -> None:
-        """Nothing to submit."""
-
-    def wait_forward(self, wait: Callable[[float | None], bool]) -> None:
-        """See `KVStep.wait_forward`."""
-        wait(None)
-
-    def wait_layers(self, layers: Iterable[int]) -> None:
-        """Nothing is loaded."""
-
-    def post_forward(self, finished_req_ids: frozenset[str]) -> None:
-        """No report."""
-
-    def abort(self) -> None:
-        """Nothing to stop."""
+        self._on_end()

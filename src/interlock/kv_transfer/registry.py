@@ -33,6 +33,12 @@ def connector_class(transfer: KVTransferConfig) -> type[KVConnector]:
     return found
 
 
+def check_connector(config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError if the configured connector, if there is one, would refuse its options for a pool of this shape. Allocates nothing."""
+    if config.kv_transfer_config is not None:
+        connector_class(config.kv_transfer_config).check_options(config, kv_cache_config)
+
+
 def create_connector(config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> KVConnector:
     """One half of the connector that `config.kv_transfer_config` names. Raises ConfigError."""
     if config.kv_transfer_config is None:

@@ -22,7 +22,10 @@ _CHUNK = 1 << 20  # elements converted at a time: the temporaries stay small
 
 
 class ParameterLoader:
-    """Takes parameters out of a checkpoint and packs them. dtype: the format that float weights are converted to (`auto`: their own)."""
+    """Takes parameters out of a checkpoint and packs them. A context manager: at its end its thread ends.
+
+    dtype: the format that float weights are converted to (`auto`: their own).
+    """
 
     def __init__(self, checkpoint: Checkpoint, dtype: WeightDType, progress: Progress | None = None) -> None:
         self._checkpoint = checkpoint
@@ -30,6 +33,12 @@ class ParameterLoader:
         self._progress = progress
         self._digests: dict[str, str] = {}
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="interlock-digest")
+
+    def __enter__(self) -> "ParameterLoader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hasher.shutdown(cancel_futures=True)
 
     def linear(self, *names: str) -> Linear:
         """The named matrices as one product, their outputs side by side; neighbours of one format are packed together."""
@@ -71,7 +80,6 @@ class ParameterLoader:
 
         Every parameter of the checkpoint must have been taken, exactly once.
         """
-        self._hasher.shutdown()
         assert self._digests.keys() == self._checkpoint.tensors.keys(), self._checkpoint.tensors.keys() - self._digests.keys()
         digest = hashlib.sha256(self._checkpoint.config.numerics.encode())
         for name in sorted(self._digests):

@@ -36,9 +36,9 @@ def load_model(model: str, dtype: WeightDType = "auto", progress: Progress | Non
     config = checkpoint.config
     architecture = ARCHITECTURES[config.architecture]
     match_parameters(checkpoint, architecture.parameter_shapes(config))
-    parameters = ParameterLoader(checkpoint, dtype, progress)
-    loaded = architecture.load(config, parameters)
-    digest = parameters.finish()
+    with ParameterLoader(checkpoint, dtype, progress) as parameters:
+        loaded = architecture.load(config, parameters)
+        digest = parameters.finish()
     if checkpoint.tokenizer is not None and checkpoint.tokenizer.vocab_size > config.vocab_size:
         logger.warning(
             "%s: the tokenizer knows %d tokens, the model only %d; prompts that use the others are refused",

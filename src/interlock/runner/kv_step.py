@@ -1,5 +1,6 @@
 """The runner's side of the connector lifecycle: the driver that every step goes through, with a connector or without."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from interlock.core.config import EngineConfig, KVCacheConfig
@@ -8,8 +9,9 @@ from interlock.graphs.stream import Stream
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.connector import KVConnectorRole
+from interlock.kv_transfer.inert_lifecycle import InertKVStepDriver
 from interlock.kv_transfer.ledger import Ledger
-from interlock.kv_transfer.lifecycle import InertKVStepDriver, KVStepDriver
+from interlock.kv_transfer.lifecycle import KVStepDriver
 from interlock.kv_transfer.registry import connector_class, create_connector
 from interlock.runner.kv_cache import KVCache
 
@@ -44,24 +46,31 @@ def supported_mode(config: EngineConfig) -> CUDAGraphMode:
 def create_kv_driver(
     config: EngineConfig, shape: KVCacheConfig, kv_cache: KVCache, stream: Stream, timelines: StepTimelines, clock: Clock | None = None
 ) -> KVStepDriver | InertKVStepDriver:
-    """The worker half of the configured connector, with its memory registered; or a driver that does nothing. clock: of the deadlines."""
+    """The worker half of the configured connector, with its memory registered; or a driver that does nothing. clock: of the deadlines.
+
+    On any error the connector is shut down again.
+    """
     if config.kv_transfer_config is None:
         return InertKVStepDriver()
-    connector = create_connector(config, KVConnectorRole.WORKER, shape)
-    caches = dict(zip(shape.layer_names, kv_cache.layers, strict=True))
-    assert kv_cache.shared is not None
-    connector.register_pool(kv_cache.shared)
-    connector.register_timelines(timelines.written)
-    connector.register_kv_caches(caches)
-    mode = supported_mode(config)
-    return KVStepDriver(
-        connector,
-        Ledger(shape.num_layers, shape.block_size, clock, timelines.layer_landed),
-        shape,
-        caches,
-        load_timeout=config.kv_load_timeout,
-        kv_load_wait=config.kv_load_wait,
-        modes={mode.decode_mode(), mode.mixed_mode()},
-        synchronize=stream.synchronize,
-        record=stream.record,
-    )
+    with ExitStack() as undo:
+        connector = create_connector(config, KVConnectorRole.WORKER, shape)
+        undo.callback(connector.shutdown)
+        caches = dict(zip(shape.layer_names, kv_cache.layers, strict=True))
+        assert kv_cache.shared is not None
+        connector.register_pool(kv_cache.shared)
+        connector.register_timelines(timelines.written)
+        connector.register_kv_caches(caches)
+        mode = supported_mode(config)
+        driver = KVStepDriver(
+            connector,
+            Ledger(shape.num_layers, shape.block_size, clock, timelines.layer_landed),
+            shape,
+            caches,
+            load_timeout=config.kv_load_timeout,
+            kv_load_wait=config.kv_load_wait,
+            modes={mode.decode_mode(), mode.mixed_mode()},
+            synchronize=stream.synchronize,
+            record=stream.record,
+        )
+        undo.pop_all()
+    return driver

@@ -1,34 +1,22 @@
 """One rank: a model, its KV pool, its stream and programs, its half of the connector; and one step of it."""
 
-import dataclasses
-from collections.abc import Callable
+from contextlib import ExitStack
 
-from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig
 from interlock.core.forward_context import BatchDescriptor, ForwardContext
 from interlock.core.step import ModelRunnerOutput, SchedulerOutput
-from interlock.graphs import NATIVE_FUNCTIONS
 from interlock.graphs.program import Program
-from interlock.graphs.stream import Stream, raise_for_status
-from interlock.graphs.threads import ThreadTeam
-from interlock.kernels import native
+from interlock.graphs.stream import raise_for_status
 from interlock.kv_transfer.clock import Clock
-from interlock.kv_transfer.lifecycle import KVStepDriver
 from interlock.models.ops import Ops
-from interlock.models.registry import load_model
-from interlock.models.rope import rope_table
-from interlock.models.workspace import Workspace
 from interlock.runner.data_parallel import DataParallelGroup
 from interlock.runner.dispatch import Dispatcher
 from interlock.runner.drafter import Drafter, DraftStage
-from interlock.runner.fingerprint import kernel_fingerprint
 from interlock.runner.graph_manager import GraphManager
 from interlock.runner.input_batch import InputBatch, PreparedBatch
-from interlock.runner.kv_cache import KVCache, fit_max_model_len, kv_cache_config, kv_dtype, kv_identity
 from interlock.runner.kv_step import StepTimelines, create_kv_driver, supported_mode
+from interlock.runner.rank import Progress, RankDevice, RankModel
 from interlock.runner.sampler import Sampler, sampled_logprobs, sampled_tokens
-
-Progress = Callable[[str, int, int], None]
 
 
 class ModelRunner:
@@ -48,46 +36,28 @@ class ModelRunner:
         clock: Clock | None = None,
     ) -> None:
         self.config = config
-        loaded = load_model(config.model, config.dtype, progress)
-        self.model_config, self.tokenizer = loaded.config, loaded.tokenizer
-        num_layers = loaded.config.num_layers + (drafter.num_layers if drafter is not None else 0)
-        kv_model = dataclasses.replace(loaded.config, num_layers=num_layers)
-        self.max_model_len = fit_max_model_len(config, kv_model)
-        rope = Buffer.from_numpy(rope_table(loaded.config.rope, self.max_model_len))
-        workspace = Workspace.allocate(
-            loaded.config,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_threads=config.num_threads,
-        )
-        self.logits = workspace.logits
-        self._sampler = Sampler(workspace.logits, config.num_threads)
-        functions = [*NATIVE_FUNCTIONS, *(kernel.function for kernel in (*loaded.model.kernels(kv_dtype(config)), self._sampler.kernel))]
-        native.load(functions, progress and (lambda name, done, total: progress(f"compiling {name}", done, total)))
-        identity = kv_identity(config, loaded, rope) + (f" drafter={drafter.identity}" if drafter is not None else "")
-        shape = kv_cache_config(config, kv_model, identity)
-        self.kv_cache = KVCache.allocate(shape, shared=config.kv_transfer_config is not None)
-        self._team = ThreadTeam(config.num_threads)
-        self.stream = Stream(self._team)
-        if config.kv_transfer_config is not None:
-            probe = Ops(self.stream, loaded.config, self.kv_cache.layers, workspace, rope)
-            shape = kernel_fingerprint(
-                config, shape, self.stream, lambda: loaded.model.forward(probe), self.kv_cache.layers, loaded.config.vocab_size
-            )
-        self.kv_cache_config = shape
-        self.timelines = StepTimelines.create(shape.num_layers)
-        self._kv = create_kv_driver(config, shape, self.kv_cache, self.stream, self.timelines, clock)
-        landed, written = self.timelines.landed, self.timelines.written
-        ops = Ops(self.stream, loaded.config, self.kv_cache.layers, workspace, rope, hooks=self._kv, landed=landed, written=written)
-        self._draft = DraftStage(drafter, self.stream, self.kv_cache.layers, written) if drafter is not None else None
-        self._input_batch = InputBatch(config, shape, self.max_model_len)
-        self._graphs = GraphManager(self.stream, lambda: loaded.model.forward(ops))
-        self._dispatcher = Dispatcher(supported_mode(config), config.capture_sizes, config.max_num_seqs, group)
-        with self._kv.disabled():
-            self._graphs.capture(self._dispatcher.descriptors())
-        if isinstance(self._kv, KVStepDriver):
-            self._kv.connector.reset_capture_state()
+        with ExitStack() as resources:  # given back here if anything below fails, Ctrl-C included
+            model = RankModel.load(config, drafter, progress)
+            loaded = model.loaded
+            self.model_config, self.tokenizer, self.max_model_len = loaded.config, loaded.tokenizer, model.max_model_len
+            self.logits = model.workspace.logits
+            self._sampler = Sampler(self.logits, config.num_threads)
+            model.load_kernels(config, self._sampler.kernel, progress)
+            device = RankDevice.open(config, model, resources)
+            self.kv_cache, self.stream, self.kv_cache_config = device.kv_cache, device.stream, device.kv_shape
+            self.timelines = StepTimelines.create(self.kv_cache_config.num_layers)
+            self._kv = create_kv_driver(config, self.kv_cache_config, self.kv_cache, self.stream, self.timelines, clock)
+            resources.callback(self._kv.shutdown)
+            landed, written, layers = self.timelines.landed, self.timelines.written, self.kv_cache.layers
+            ops = Ops(self.stream, loaded.config, layers, model.workspace, model.rope, hooks=self._kv, landed=landed, written=written)
+            self._draft = DraftStage(drafter, self.stream, layers, written) if drafter is not None else None
+            self._input_batch = InputBatch(config, self.kv_cache_config, self.max_model_len)
+            self._graphs = GraphManager(self.stream, lambda: loaded.model.forward(ops))
+            self._dispatcher = Dispatcher(supported_mode(config), config.capture_sizes, config.max_num_seqs, group)
+            with self._kv.disabled():
+                self._graphs.capture(self._dispatcher.descriptors())
+            self._kv.reset_capture_state()
+            self._resources = resources.pop_all()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for its tokens. Raises KernelError if a kernel reported a fault; the step then counts as not run."""
@@ -129,6 +99,4 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Stop the connector and the threads, and give the shared memory back. May be called twice."""
-        self._kv.shutdown()
-        self._team.shutdown()
-        self.kv_cache.close()
+        self._resources.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from interlock.core.buffer import Buffer
@@ -14,7 +15,7 @@ from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVCon
 from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta
 from interlock.kv_transfer.connectors.multi_scheduler import MultiSchedulerHalf
 from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
-from interlock.kv_transfer.registry import connector_class, create_connector
+from interlock.kv_transfer.registry import check_connector, connector_class, create_connector
 from interlock.kv_transfer.transports.shared_memory import KVPool
 
 
@@ -24,8 +25,12 @@ class MultiConnector(KVConnector):
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
-        children = _child_configs(self.kv_transfer_config.kv_connector_extra_config, self.kv_transfer_config)
-        self.children = [create_connector(dataclasses.replace(config, kv_transfer_config=child), role, kv_cache_config) for child in children]
+        with ExitStack() as undo:
+            self.children: list[KVConnector] = []
+            for child in _child_engine_configs(config):
+                self.children.append(create_connector(child, role, kv_cache_config))
+                undo.callback(self.children[-1].shutdown)
+            undo.pop_all()
         with_timelines = [child for child in self.children if child.supports_timelines]
         self.supports_timelines = bool(with_timelines)
         self.progresses_by_itself = all(child.progresses_by_itself for child in with_timelines)
@@ -38,6 +43,12 @@ class MultiConnector(KVConnector):
             self._scheduler = MultiSchedulerHalf(self.children, kv_cache_config.block_size)
         else:
             self._worker = MultiWorkerHalf(self.children, kv_cache_config.layer_names, uses_ledger=self.supports_timelines)
+
+    @classmethod
+    def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        """The children's, in order."""
+        for child in _child_engine_configs(config):
+            check_connector(child, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
@@ -179,6 +190,14 @@ class MultiConnector(KVConnector):
         if self._worker is None:
             raise LifecycleError("a worker-side method was called on the scheduler half of MultiConnector")
         return self._worker
+
+
+def _child_engine_configs(config: EngineConfig) -> list[EngineConfig]:
+    """The engine's options as each child sees them."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    children = _child_configs(transfer.kv_connector_extra_config, transfer)
+    return [dataclasses.replace(config, kv_transfer_config=child) for child in children]
 
 
 def _child_configs(extra: Mapping[str, Any], parent: KVTransferConfig | None) -> list[KVTransferConfig]:

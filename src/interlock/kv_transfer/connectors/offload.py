@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from interlock.core.config import KVCacheConfig
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker
@@ -17,14 +18,19 @@ class OffloadConnector(TierConnector):
     index_class: ClassVar[type[HostIndex]] = HostIndex
     worker_class: ClassVar[type[HostTierWorker]] = HostTierWorker
 
-    def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
-        """See `TierConnector.make_half`."""
+    @classmethod
+    def parse_options(cls, extra: dict[str, Any], kv_cache_config: KVCacheConfig) -> int:
+        """How many blocks the memory holds. See `TierConnector.parse_options`."""
         cpu_bytes = take_bytes(extra, "cpu_bytes", None)
         check_all_taken(extra, ("cpu_bytes", "async_load_bytes"))
-        block_bytes = self.kv_cache_config.num_layers * self.kv_cache_config.block_bytes
+        block_bytes = kv_cache_config.num_layers * kv_cache_config.block_bytes
         num_slots = cpu_bytes // block_bytes
         if num_slots < 1:
             raise ConfigError(f"cpu_bytes is {cpu_bytes}, expected at least {block_bytes}, the size of one block of all layers")
+        return num_slots
+
+    def make_half(self, options: int) -> tuple[TierIndex | None, TierWorker | None]:
+        """See `TierConnector.make_half`."""
         if self.role is KVConnectorRole.SCHEDULER:
-            return self.index_class(num_slots), None
-        return None, self.worker_class(self.kv_cache_config, num_slots)
+            return self.index_class(options), None
+        return None, self.worker_class(self.kv_cache_config, options)

@@ -46,16 +46,23 @@ class PeerConnector(KVConnector):
         super().__init__(config, role, kv_cache_config)
         options = PeerOptions.parse(self.kv_transfer_config.kv_connector_extra_config)
         lease = options.lease_seconds
-        if not config.kv_load_timeout < lease:
-            raise ConfigError(f"kv_load_timeout is {config.kv_load_timeout:g} s, expected less than lease_seconds, which is {lease:g} s")
-        if not valid_engine_id(self.kv_transfer_config.engine_id):
-            raise ConfigError(f"engine_id is {self.kv_transfer_config.engine_id!r}, expected up to 64 letters, digits, '_', '.', '-'")
         self._scheduler: PeerSchedulerHalf | None = None
         self._worker: PeerWorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = PeerSchedulerHalf(self.kv_transfer_config, kv_cache_config, lease, config.max_sync_load_seconds, options.push)
         else:
             self._worker = PeerWorkerHalf(self.kv_transfer_config, kv_cache_config, self.clock, options, config.kv_load_timeout, self.copy)
+
+    @classmethod
+    def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        """See `KVConnector.check_options`."""
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        lease = PeerOptions.parse(transfer.kv_connector_extra_config).lease_seconds
+        if not config.kv_load_timeout < lease:
+            raise ConfigError(f"kv_load_timeout is {config.kv_load_timeout:g} s, expected less than lease_seconds, which is {lease:g} s")
+        if not isinstance(transfer.engine_id, str) or not valid_engine_id(transfer.engine_id):
+            raise ConfigError(f"engine_id is {transfer.engine_id!r}, expected up to 64 letters, digits, '_', '.', '-'")
 
     # ---- scheduler half
 

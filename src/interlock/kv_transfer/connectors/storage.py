@@ -1,9 +1,11 @@
 """The storage connector: a tier of files behind the block pool, shared by engines and kept between runs."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from interlock.core.config import KVCacheConfig
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.clock import Clock, MonotonicClock
 from interlock.kv_transfer.connector import KVConnectorRole
@@ -16,6 +18,15 @@ from interlock.kv_transfer.connectors.tier_scheduler import TierIndex
 _OPTIONS = ("path", "max_bytes", "read_timeout", "staging_bytes", "async_load_bytes")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageOptions:
+    """The connector's options, checked. read_timeout: seconds."""
+
+    files: BlockFiles
+    read_timeout: float
+    staging_bytes: int
+
+
 class StorageConnector(TierConnector):
     """Keeps full blocks in a directory. `kv_connector_extra_config`: path, the directory (required; made if it is missing); max_bytes, of
     all files in it (16 GiB); read_timeout, seconds after which a lookup or a load counts as a miss (5); staging_bytes, of blocks
@@ -25,8 +36,9 @@ class StorageConnector(TierConnector):
     clock: ClassVar[Clock] = MonotonicClock()
     files_class: ClassVar[type[BlockFiles]] = BlockFiles
 
-    def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
-        """See `TierConnector.make_half`."""
+    @classmethod
+    def parse_options(cls, extra: dict[str, Any], kv_cache_config: KVCacheConfig) -> StorageOptions:
+        """See `TierConnector.parse_options`. The directory is made."""
         root = _directory(extra.pop("path", None))
         max_bytes = take_bytes(extra, "max_bytes", 16 * 2**30)
         staging_bytes = take_bytes(extra, "staging_bytes", 64 * 2**20)
@@ -34,13 +46,17 @@ class StorageConnector(TierConnector):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise ConfigError(f"kv_connector_extra_config['read_timeout'] is {timeout!r}, expected a number of seconds above 0")
         check_all_taken(extra, _OPTIONS)
-        files = self.files_class(root, self.kv_cache_config, max_bytes)
+        files = cls.files_class(root, kv_cache_config, max_bytes)
         for name, value, least in (("max_bytes", max_bytes, files.file_bytes), ("staging_bytes", staging_bytes, files.payload_bytes)):
             if value < least:
                 raise ConfigError(f"{name} is {value}, expected at least {least}, the size of one block of all layers")
+        return StorageOptions(files, float(timeout), staging_bytes)
+
+    def make_half(self, options: StorageOptions) -> tuple[TierIndex | None, TierWorker | None]:
+        """See `TierConnector.make_half`."""
         if self.role is KVConnectorRole.SCHEDULER:
-            return StorageIndex(files, self.clock, float(timeout)), None
-        return None, StorageWorker(self.kv_cache_config, files, self.clock, float(timeout), staging_bytes)
+            return StorageIndex(options.files, self.clock, options.read_timeout), None
+        return None, StorageWorker(self.kv_cache_config, options.files, self.clock, options.read_timeout, options.staging_bytes)
 
 
 def _directory(path: Any) -> Path:

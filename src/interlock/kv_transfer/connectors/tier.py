@@ -64,9 +64,8 @@ class TierConnector(KVConnector):
         self._worker: TierWorker | None = None
         self._loads: list[TierLoad] = []
         self._saves: list[TierSave] = []
-        extra = dict(self.kv_transfer_config.kv_connector_extra_config)
-        async_load_bytes = take_bytes(extra, "async_load_bytes", self.default_async_load_bytes, low=0)
-        index, worker = self.make_half(extra)
+        async_load_bytes, options = self._parse(config, kv_cache_config)
+        index, worker = self.make_half(options)
         if index is not None:
             block_bytes = kv_cache_config.num_layers * kv_cache_config.block_bytes
             self._scheduler = TierSchedulerHalf(
@@ -81,9 +80,26 @@ class TierConnector(KVConnector):
             )
         self._worker = worker
 
+    @classmethod
+    def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        """See `KVConnector.check_options`."""
+        cls._parse(config, kv_cache_config)
+
+    @classmethod
     @abstractmethod
-    def make_half(self, extra: dict[str, Any]) -> tuple[TierIndex | None, TierWorker | None]:
-        """The index (role SCHEDULER) or the worker (role WORKER) of the tier. extra: the options that remain. Raises ConfigError."""
+    def parse_options(cls, extra: dict[str, Any], kv_cache_config: KVCacheConfig) -> Any:
+        """The tier's own options, checked; `extra` are those that remain. Raises ConfigError. Starts nothing."""
+
+    @abstractmethod
+    def make_half(self, options: Any) -> tuple[TierIndex | None, TierWorker | None]:
+        """The index (role SCHEDULER) or the worker (role WORKER) of the tier. options: of `parse_options`."""
+
+    @classmethod
+    def _parse(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> tuple[int, Any]:
+        assert config.kv_transfer_config is not None
+        extra = dict(config.kv_transfer_config.kv_connector_extra_config)
+        async_load_bytes = take_bytes(extra, "async_load_bytes", cls.default_async_load_bytes, low=0)
+        return async_load_bytes, cls.parse_options(extra, kv_cache_config)
 
     # ---- scheduler half
 

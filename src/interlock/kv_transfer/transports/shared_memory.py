@@ -35,14 +35,17 @@ class KVPool:
         if nbytes < 1:
             raise KVTransferError(f"a shared segment of {nbytes} bytes was asked for, expected at least 1")
         size = -(-nbytes // PAGE) * PAGE
-        self.fd = _create_file(name, size)
-        try:
-            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            _prefault(self._map)
-            _seal(self.fd)
-        except OSError as error:
-            os.close(self.fd)
-            raise KVTransferError(f"{nbytes} bytes of shared memory could not be had ({error}); lower kv_cache_memory_bytes") from error
+        with contextlib.ExitStack() as undo:
+            try:
+                self.fd = _create_file(name)
+                undo.callback(os.close, self.fd)
+                os.ftruncate(self.fd, size)
+                self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                _prefault(self._map)
+                _seal(self.fd)
+            except OSError as error:
+                raise KVTransferError(f"{nbytes} bytes of shared memory could not be had ({error}); lower kv_cache_memory_bytes") from error
+            undo.pop_all()
         view = np.frombuffer(self._map, np.uint8)
         self.buffer = Buffer(view.ctypes.data, (nbytes,), "uint8", self._map)
 
@@ -142,14 +145,11 @@ def control_bytes(num_blocks: int) -> int:
     return 8 * (_HEADER_WORDS + num_blocks)
 
 
-def _create_file(name: str, size: int) -> int:
+def _create_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
-    return fd
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _seal(fd: int) -> None:
