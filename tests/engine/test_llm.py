@@ -1,13 +1,17 @@
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engine_fakes import VOCAB, FakeRunner, make_kv_cache_config, run_alone
 
 from interlock import LLM, SamplingParams
 from interlock.core.errors import ConfigError, KernelError, RequestError
+from interlock.core.memory import available_memory
 from interlock.core.step import ModelRunnerOutput
+from interlock.engine import llm as llm_module
 from interlock.engine.inputs import draw_seed
 
 
@@ -159,7 +163,7 @@ def test_unseeded_requests_draw_seeds_that_a_second_engine_draws_again():
         ([{"prompt_token_ids": "abc"}], "prompt_token_ids is 'abc'"),
     ],
 )
-def test_b29_a_bad_prompt_is_refused_by_name_before_anything_runs(prompt, message):
+def test_a_bad_prompt_is_refused_by_name_before_anything_runs(prompt, message):
     runner = LLMRunner(tokenizer=Letters())
     llm = make(runner)
     with pytest.raises(RequestError, match=message):
@@ -169,7 +173,7 @@ def test_b29_a_bad_prompt_is_refused_by_name_before_anything_runs(prompt, messag
     assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == run_alone([1, 2], 5)
 
 
-def test_b29_bad_parameters_are_refused_by_name():
+def test_bad_parameters_are_refused_by_name():
     llm = make()
     with pytest.raises(RequestError, match="stop_token_ids has 50, expected token ids below 50"):
         llm.generate([[1]], SamplingParams(stop_token_ids=[50]))
@@ -177,6 +181,47 @@ def test_b29_bad_parameters_are_refused_by_name():
         llm.generate([[1]], [{"temperature": 0}])
     with pytest.raises(RequestError, match=r"needs up to 15 KV blocks .* the pool has 8"):
         make(LLMRunner(num_blocks=8)).generate([[1]], SamplingParams(max_tokens=60))
+
+
+@pytest.mark.parametrize("params", [5, "x", {}, [5], [GREEDY, None]])
+def test_what_are_no_parameters_is_refused_with_what_was_expected(params):
+    with pytest.raises(RequestError, match=r"sampling_params .*expected SamplingParams"):
+        make().generate([[1], [2]], params)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([1, 2]), [np.int64(1), np.int32(2)], {"prompt_token_ids": np.array([1, 2], np.uint16)}, np.array([[1, 2]])], ids=repr
+)
+def test_token_ids_may_be_numpys(prompt):
+    (output,) = make().generate(prompt, GREEDY)
+    assert output.prompt_token_ids == [1, 2]
+    assert all(type(token_id) is int for token_id in output.prompt_token_ids)
+    assert output.outputs[0].token_ids == run_alone([1, 2], 5)
+
+
+@pytest.mark.parametrize("prompt", [np.array([1.0]), np.array([True]), [np.bool_(True)], np.array([50])], ids=repr)
+def test_arrays_that_hold_no_token_ids_are_refused(prompt):
+    with pytest.raises(RequestError, match=r"prompt_token_ids\[0\] is"):
+        make().generate(prompt if isinstance(prompt, np.ndarray) else [prompt], GREEDY)
+
+
+def test_memory_that_the_machine_does_not_have_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(llm_module, "available_memory", lambda: 3 << 30)
+    with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes is {1 << 40}, but this machine has {3 << 30} bytes of memory available; lower it"):
+        LLM(model="there is no such model", kv_cache_memory_bytes=1 << 40)
+
+
+def test_memory_that_cannot_be_had_is_one_error_that_names_the_options(monkeypatch):
+    def out_of_memory(*arguments, **options):
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr(llm_module, "EngineCore", out_of_memory)
+    with pytest.raises(ConfigError, match=r"could not be had \(Unable to allocate 9 TiB\).*max_num_batched_tokens = 1048576.*lower what is large"):
+        LLM(model="m", max_num_batched_tokens=1 << 20)
+
+
+def test_available_memory_is_below_what_the_machine_has():
+    assert 0 < available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_text_for_a_model_without_a_tokenizer_is_refused_and_token_ids_work():
@@ -208,6 +253,9 @@ def test_chat_goes_through_the_template():
     assert len(llm.chat([messages, messages], GREEDY)) == 2
     with pytest.raises(RequestError, match="no chat template"):
         make(LLMRunner()).chat(messages)
+    for value in ("hi", None, 5, messages[0]):
+        with pytest.raises(RequestError, match=r"messages is .*expected a list of objects"):
+            llm.chat(value)
 
 
 def test_a_stream_gives_what_each_step_adds_and_joined_it_is_the_whole():
@@ -225,7 +273,7 @@ def test_a_stream_gives_what_each_step_adds_and_joined_it_is_the_whole():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_b31_closing_a_stream_aborts_all_its_samples(n):
+def test_closing_a_stream_aborts_all_its_samples(n):
     llm = make()
     for _ in range(20):
         stream = llm.stream([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=30, n=n))
@@ -234,6 +282,25 @@ def test_b31_closing_a_stream_aborts_all_its_samples(n):
         assert not llm.core.has_unfinished_requests
     assert llm.generate([[1, 2, 3, 4, 5]], GREEDY)[0].metrics.num_cached_tokens == 4, "the prompt stays usable for the next turn"
     assert llm.audit().all_free
+
+
+def test_a_stream_that_is_dropped_or_closed_before_its_first_step_leaves_nothing():
+    llm = make()
+    for _ in range(20):
+        llm.stream([[1, 2, 3]], GREEDY).close()
+        llm.stream([[1, 2, 3]], GREEDY)
+        assert not llm.core.has_unfinished_requests
+    assert llm.generate([[1]], GREEDY)[0].outputs[0].token_ids == run_alone([1], 5)
+    assert llm.audit().all_free
+
+
+def test_a_stream_of_a_closed_llm_says_so():
+    llm = make()
+    stream = llm.stream([[1]], GREEDY)
+    next(stream)
+    llm.close()
+    with pytest.raises(RequestError, match="the LLM is closed"):
+        next(stream)
 
 
 def test_two_streams_at_once_keep_their_deltas_apart():

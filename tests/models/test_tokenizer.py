@@ -197,8 +197,8 @@ def test_templates_get_the_helpers_of_transformers(tmp_path: Path) -> None:
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = tokenizer_of(str(tmp_path))
-    messages = [{"role": "user", "content": {"ü": "<a>"}}, {"role": "stop", "content": "no"}]
-    assert tokenizer.chat_text(messages, tools=[1, 2]) == '<s>  {"ü": "<a>"}2%'
+    messages = [{"role": "user", "content": [{"ü": "<a>"}]}, {"role": "stop", "content": "no"}]
+    assert tokenizer.chat_text(messages, tools=[1, 2]) == '<s>  [{"ü": "<a>"}]2%'
 
 
 def test_a_template_may_refuse_messages_in_its_own_words_but_not_reach_the_system(tmp_path: Path) -> None:
@@ -215,6 +215,34 @@ def test_a_template_may_refuse_messages_in_its_own_words_but_not_reach_the_syste
             tokenizer_of(str(tmp_path)).chat_text([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ 'x' * 10 ** 30 }}", "{% for i in range(10 ** 30) %}{% endfor %}", "{{ messages[5].role.x }}"]
+)
+def test_a_template_that_fails_in_any_way_is_one_clear_error(tmp_path: Path, template: str) -> None:
+    make_tiny_llama(tmp_path, tokenizer_size=259)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(RequestError, match="the chat template"):
+        tokenizer_of(str(tmp_path)).chat_text([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], r"messages is \[\], expected"),
+        ("hi", "messages is 'hi'"),
+        (None, "messages is None"),
+        ([5], r"messages\[0\] is 5"),
+        ([{"content": "x"}], r"messages\[0\] has role None"),
+        ([{"role": 5, "content": "x"}], r"messages\[0\] has role 5"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], r"messages\[1\] has keys \['role'\]"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] has content 5"),
+    ],
+)
+def test_messages_that_are_none_are_refused_by_place_and_value(smollm2: Tokenizer, messages: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        smollm2.chat_text(messages)
+
+
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path, tokenizer_size=259)
     (tmp_path / "tokenizer_config.json").unlink()
@@ -227,7 +255,8 @@ def test_named_templates_are_chosen_by_what_is_passed(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates, "eos_token": {"content": "</s>", "special": True}}))
     tokenizer = tokenizer_of(str(tmp_path))
-    assert (tokenizer.chat_text([]), tokenizer.chat_text([], tools=[{}])) == ("plain", "tools")
+    messages = [{"role": "user", "content": "x"}]
+    assert (tokenizer.chat_text(messages), tokenizer.chat_text(messages, tools=[{}])) == ("plain", "tools")
     assert tokenizer.eos_token_ids == (2,)
 
 

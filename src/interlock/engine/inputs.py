@@ -1,14 +1,18 @@
 """Prompts as they come from users, checked and turned into token ids."""
 
 import hashlib
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import numpy as np
 
 from interlock.core.errors import RequestError
 from interlock.core.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -43,7 +47,7 @@ class InputProcessor:
             return self._tokenize(prompt, None)
         if isinstance(prompt, Mapping):
             return self._read_mapping(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        if isinstance(prompt, np.ndarray) or (isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)):
             return TokenizedPrompt(None, self._check_ids(prompt), None)
         raise RequestError(f"prompt is {prompt!r}, expected text, a list of token ids, or an object with some of {list(_PROMPT_KEYS)}")
 
@@ -77,22 +81,45 @@ class InputProcessor:
         return TokenizedPrompt(text, self._check_ids(token_ids), salt)
 
     def _check_ids(self, token_ids: object) -> list[int]:
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
         if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
             raise RequestError(f"prompt_token_ids is {token_ids!r}, expected a list of token ids")
         if not token_ids:
             raise RequestError("prompt_token_ids is empty, expected at least one token id")
         size = self._vocab_size
         for index, token_id in enumerate(token_ids):
-            if type(token_id) is not int or not 0 <= token_id < size:
+            whole = type(token_id) is int or (isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool))
+            if not whole or not 0 <= token_id < size:
                 raise RequestError(f"prompt_token_ids[{index}] is {token_id!r}, expected an integer from 0 to {size - 1}, the model's vocabulary")
         if len(token_ids) >= self._max_model_len:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens, expected fewer than max_model_len, which is {self._max_model_len}; "
                 "shorten the prompt or raise max_model_len"
             )
-        return list(token_ids)
+        return [int(token_id) for token_id in token_ids]
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
     """The seed (64 bits) of the request that arrived as number `arrival` without one: the same in each run of an engine with this seed."""
     return int.from_bytes(hashlib.sha256(f"interlock seed {engine_seed} {arrival}".encode()).digest()[:8], "little")
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or a list of prompts, as a list. A list (or array) that begins with an integer is one prompt of token ids."""
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 2:
+        return list(prompts)
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
+        return [cast("Prompt", prompts)]
+    if prompts and isinstance(prompts[0], numbers.Integral):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def list_chats(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One chat, or a list of chats, as a list. Raises RequestError for what is neither."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {messages!r}, expected a list of objects with 'role' and 'content', or a list of such lists")
+    if messages and not (isinstance(messages[0], Sequence) and not isinstance(messages[0], str | bytes)):
+        return [cast("Messages", messages)]
+    return list(cast("Sequence[Messages]", messages))

@@ -9,18 +9,16 @@ from typing import Any, Self, cast
 
 from interlock.core.config import EngineConfig
 from interlock.core.errors import ConfigError, RequestError
+from interlock.core.memory import available_memory
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.block_pool import PoolAudit
 from interlock.engine.core import EngineCore, Progress, Runner
-from interlock.engine.inputs import Prompt, TokenizedPrompt
+from interlock.engine.inputs import Messages, Prompt, TokenizedPrompt, list_chats, list_prompts
 from interlock.engine.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput
+from interlock.engine.pacing import pause_seconds
 from interlock.engine.samples import PromptSamples
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "StreamDelta"]
-
-Messages = Sequence[Mapping[str, Any]]
-
-_IDLE_SECONDS = 0.0005  # between steps in which nothing could be computed, because KV is still on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class LLM:
     With `data_parallel_size` > 1 it is one rank of several (see `engine.data_parallel`). In lockstep each call of `generate`, `stream` or
     `chat` is made on every rank, with an own, maybe empty, list of prompts, and ends when no rank has requests.
 
-    Raises ConfigError for an unknown or unusable option, CheckpointError for a model that cannot be loaded.
+    Raises ConfigError for an unknown or unusable option and for memory that cannot be had, CheckpointError for a model that cannot be loaded.
     """
 
     def __init__(self, model: str, *, runner: Runner | None = None, progress: Progress | None = None, **options: Any) -> None:
@@ -50,7 +48,7 @@ class LLM:
         if isinstance(transfer, str):
             options["kv_transfer_config"] = _parse_object("kv_transfer_config", transfer)
         self.config = EngineConfig.from_mapping({"model": model, **options})
-        self.core = EngineCore(self.config, runner, progress=progress)
+        self.core = _make_core(self.config, runner, progress)
         self._num_prompts = 0
         self._closed = False
         self._live: set[str] = set()
@@ -72,7 +70,7 @@ class LLM:
         results: dict[int, RequestOutput] = {}
         started = self._start(prompts, sampling_params)
         for delta in self._run(started):
-            if delta.output is not None:
+            if delta is not None and delta.output is not None:
                 results[delta.prompt_index] = delta.output
                 if progress is not None:
                     progress(len(results), len(started))
@@ -81,8 +79,11 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[StreamDelta]:
-        """As `generate`, but gives what each step added as it comes. Closing the iterator aborts what is left of its prompts."""
-        return self._run(self._start(prompts, sampling_params))
+        """As `generate`, but gives what each step added as it comes. Closing the iterator, or dropping it, aborts what is left of its
+        prompts; closing the LLM ends it with a RequestError."""
+        deltas = self._run(self._start(prompts, sampling_params))
+        next(deltas)  # into its `try`: only a generator that has begun aborts its prompts when it is closed
+        return cast("Iterator[StreamDelta]", deltas)
 
     def chat(
         self,
@@ -92,13 +93,13 @@ class LLM:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one chat, or a list of chats: `[{"role": ..., "content": ...}, ...]` through the model's chat template."""
-        chats = cast("Sequence[Messages]", [messages] if messages and isinstance(messages[0], Mapping) else messages)
-        prompts = [self.chat_prompt(chat, add_generation_prompt=add_generation_prompt, **variables) for chat in chats]
+        """Answer one chat, or a list of chats: `[{"role": ..., "content": ...}, ...]` through the model's chat template.
+        Raises RequestError for messages that are none."""
+        prompts = [self.chat_prompt(chat, add_generation_prompt=add_generation_prompt, **variables) for chat in list_chats(messages)]
         return self.generate(prompts, sampling_params)
 
     def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
-        """The prompt of a chat, for `generate` or `stream`. Raises RequestError if the model has no chat template."""
+        """The prompt of a chat, for `generate` or `stream`. Raises RequestError if the model has no chat template, or it refuses the messages."""
         tokenizer = self.core.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError("the model has no chat template; use generate with a plain prompt")
@@ -135,8 +136,7 @@ class LLM:
 
     def _start(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
         """Check all prompts, then put all into the engine; on an error none stays there."""
-        if self._closed:
-            raise RequestError("the LLM is closed, expected an open one; make a new one")
+        self._check_open()
         if self.core.lockstep is not None:
             self.core.lockstep.join_next()
         try:
@@ -145,8 +145,12 @@ class LLM:
             self._keep_pace()
             raise
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the LLM is closed, expected an open one; make a new one")
+
     def _admit(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
-        listed = _as_list(prompts)
+        listed = list_prompts(prompts)
         params = _params_for(listed, sampling_params)
         tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
         samples = []
@@ -172,9 +176,11 @@ class LLM:
                 raise
             raise RequestError(f"prompt {number} of {count}: {error}") from None
 
-    def _run(self, started: list[PromptSamples]) -> Iterator[StreamDelta]:
+    def _run(self, started: list[PromptSamples]) -> Iterator[StreamDelta | None]:
+        """None when it begins, then the deltas of prompts that have started. However it ends, none of them stays in the engine."""
         owners = {request.request_id: number for number, samples in enumerate(started) for request in samples.requests}
         try:
+            yield None
             while not all(samples.finished for samples in started):
                 for delta in self._next_deltas(owners):
                     number = owners[delta.request_id]
@@ -182,7 +188,7 @@ class LLM:
                     index = samples.take(delta)
                     output = samples.output() if samples.finished else None
                     yield StreamDelta(number, index, delta.text, delta.token_ids, delta.finish_reason, output)
-            if self.core.has_work:
+            if self.core.has_work and not self._closed:
                 self._step()  # tells the connector, and through it the peers, what has ended
         finally:
             self._abort(started)
@@ -190,11 +196,12 @@ class LLM:
 
     def _keep_pace(self) -> None:
         """Step while other ranks count on it."""
-        while self.core.lockstep is not None and self.core.lockstep.must_step:
+        while self.core.lockstep is not None and self.core.lockstep.must_step and not self._closed:
             self._step()
 
     def _next_deltas(self, owners: Collection[str]) -> list[RequestDelta]:
         """What comes next for `owners`. A step serves all iterators; what it gives to others is kept for them."""
+        self._check_open()
         if not any(delta.request_id in owners for delta in self._kept):
             self._step()
         mine = [delta for delta in self._kept if delta.request_id in owners]
@@ -204,8 +211,9 @@ class LLM:
     def _step(self) -> None:
         self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
         others_busy = self.core.lockstep is not None and self.core.lockstep.others_busy
-        if not self.core.num_scheduled_tokens and not self._kept and not others_busy:
-            time.sleep(_IDLE_SECONDS)
+        pause = pause_seconds(self.core) if self.core.has_unfinished_requests and not self._kept and not others_busy else 0.0
+        if pause:
+            time.sleep(pause)
 
     def _abort(self, started: list[PromptSamples]) -> None:
         """End what is left of these prompts, and forget them."""
@@ -215,18 +223,29 @@ class LLM:
         self._kept = [delta for delta in self._kept if delta.request_id in self._live]
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or a list of prompts, as a list. A list that begins with an integer is one prompt of token ids."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
-        return [cast("Prompt", prompts)]
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+def _make_core(config: EngineConfig, runner: Runner | None, progress: Progress | None) -> EngineCore:
+    available = available_memory() if runner is None else None
+    if available is not None and config.kv_cache_memory_bytes > available:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but this machine has {available} bytes of memory available; "
+            "lower it, and leave room for the model's weights"
+        )
+    try:
+        return EngineCore(config, runner, progress=progress)
+    except MemoryError as error:
+        sizes = ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "threads")
+        given = ", ".join(f"{name} = {getattr(config, name)}" for name in sizes)
+        raise ConfigError(
+            f"the engine's memory could not be had ({str(error) or 'out of memory'}); of {given}, lower what is large"
+            + ("" if available is None else f": this machine has {available} bytes available")
+        ) from error
 
 
 def _params_for(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
+    if not isinstance(params, SamplingParams | Sequence) or isinstance(params, str | bytes):
+        raise RequestError(f"sampling_params is {params!r}, expected SamplingParams, or a list of them, one for each prompt")
     listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     for entry in listed:
         if not isinstance(entry, SamplingParams):

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -19,8 +19,28 @@ def render_chat(template: str, context: Mapping[str, Any]) -> str:
         return _compile(template).render(**context)
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(f"the chat template is not valid (line {error.lineno}: {error}); send a plain prompt instead of messages") from error
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except jinja2.TemplateError as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
+    except Exception as error:  # a template is a program of the model's author, and may fail in any way
+        raise RequestError(f"the chat template fails with these messages ({type(error).__name__}: {error}); send a plain prompt instead") from error
+
+
+def check_messages(messages: object) -> list[Mapping[str, Any]]:
+    """The messages of one chat as a list. Raises RequestError unless each is an object with a text `role`, and with `content` (text, a list
+    of parts, or None) or `tool_calls`."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages is {messages!r}, expected a list of objects with 'role' and 'content'")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{index}] is {message!r}, expected an object with 'role' and 'content'")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise RequestError(f"messages[{index}] has role {message.get('role')!r}, expected a text such as 'user'")
+        if "content" not in message and "tool_calls" not in message:
+            raise RequestError(f"messages[{index}] has keys {sorted(message, key=str)}, expected 'content' (or 'tool_calls') among them")
+        content = message.get("content")
+        if isinstance(content, bytes) or not isinstance(content, str | Sequence | None):
+            raise RequestError(f"messages[{index}] has content {content!r}, expected text, or a list of parts")
+    return list(messages)
 
 
 @functools.lru_cache(maxsize=16)

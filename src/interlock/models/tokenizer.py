@@ -7,7 +7,7 @@ from typing import Any, Final
 import tokenizers
 
 from interlock.core.errors import RequestError
-from interlock.models.chat_template import render_chat
+from interlock.models.chat_template import check_messages, render_chat
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -74,12 +74,12 @@ class Tokenizer:
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a chat. `variables` (tools, documents, …) are passed to the template.
 
-        Raises RequestError if there is no template, or if the template refuses the messages.
+        Raises RequestError if there is no template, if the messages are none, or if the template refuses them.
         """
         name = "tool_use" if variables.get("tools") and "tool_use" in self._chat_templates else "default"
         if name not in self._chat_templates:
             raise RequestError("the model has no chat template; send a plain prompt, or token ids, instead of messages")
-        context = {**self._special_tokens, **variables, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        context = {**self._special_tokens, **variables, "messages": check_messages(messages), "add_generation_prompt": add_generation_prompt}
         return render_chat(self._chat_templates[name], context)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
