@@ -55,6 +55,21 @@ def close_gate(slot):
     return targets
 
 
+@pytest.mark.parametrize(("error", "raised"), [(RuntimeError("can't start new thread"), StreamError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_a_team_whose_threads_cannot_all_be_started_starts_none(monkeypatch, error, raised):
+    before, start = set(threading.enumerate()), threading.Thread.start
+
+    def start_two(thread):
+        if thread.name == "interlock-team-2":
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(raised):
+        ThreadTeam(4)
+    assert set(threading.enumerate()) == before
+
+
 def test_shutdown_joins_the_team_and_later_use_is_a_clear_error():
     before = set(threading.enumerate())
     team = ThreadTeam(3)

@@ -55,12 +55,23 @@ class ThreadTeam:
             threading.Thread(target=_run_loop, args=(loop, self._control, i, num_threads), name=f"interlock-team-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
         self._retained: deque[tuple[int, object]] = deque()
         self._retained_lock = threading.Lock()
+        self._start()
         self._finalizer = weakref.finalize(self, _stop, self._control, self._submit, self._wait, self._abort, self._threads, self._retained)
         _teams.add(self)
+
+    def _start(self) -> None:
+        """Start the threads: all, or none."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            started = [thread for thread in self._threads if thread.is_alive()]
+            _stop(self._control, self._submit, self._wait, self._abort, started, self._retained)
+            if isinstance(error, RuntimeError):
+                raise StreamError(f"{len(started)} of {self.num_threads} threads could be started ({error}); lower threads") from error
+            raise
 
     @property
     def retired(self) -> int:
