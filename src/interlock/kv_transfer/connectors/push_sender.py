@@ -20,7 +20,7 @@ from interlock.kv_transfer.references import token_digest
 from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.copy_worker import PoolShape
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
-from interlock.kv_transfer.transports.transport import PeerAddress, Transport
+from interlock.kv_transfer.transports.transport import PeerAddress, PeerGoneError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class PushSender:
             if push is not None:
                 push.stop(True)
                 self._wait_idle([push])
-            if announcement is not None and reason is not None:
+            if announcement is not None and reason is not None and not (push is not None and self._is_complete(push, announcement)):
                 self._ends.append((announcement, reason))
                 self._condition.notify_all()
 
@@ -172,6 +172,10 @@ class PushSender:
         self._thread.join()
 
     # ---- the thread
+
+    def _is_complete(self, push: _Push, announcement: Announce) -> bool:
+        """Whether everything is in the consumer's blocks; it has been told so. Of what it copies for itself nobody here knows."""
+        return self._transport.writes and bool(push.sent) and min(push.sent) >= announcement.stop
 
     def _accept(self, push: _Push, message: Announce) -> str | None:
         if push.announcement is not None:
@@ -293,6 +297,8 @@ class PushSender:
     def _tell_end(self, announcement: Announce, reason: str) -> None:
         try:
             self._pools.tell(_address(announcement), PushEnded(transfer_id=announcement.transfer_id, nonce=announcement.nonce, reason=reason[:4000]))
+        except PeerGoneError:
+            logger.info("engine %r is gone; transfer %r has ended here", announcement.engine_id, announcement.transfer_id)
         except KVTransferError as error:
             logger.warning("engine %r could not be told of the end of transfer %r: %s", announcement.engine_id, announcement.transfer_id, str(error))
 
