@@ -352,7 +352,7 @@ def test_a_push_that_never_begins_is_given_up_and_the_producer_forgets_it(make, 
     park(consumer, decode_params(producer))
     assert not consumer.step().finished_recving
     sender = producer.worker._worker_half.sender
-    wait_for(lambda: "tx" in sender._early)
+    wait_for(lambda: bool(sender._early))
     OnVirtualTime.clock.advance(31.0)
     assert wait_received(consumer).failed_recving == {"d"}
     assert not sender._early
