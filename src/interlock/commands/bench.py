@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from interlock.commands.console import OutputConsole
 from interlock.core.errors import ConfigError
 
 BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "overlap", "transfer")
@@ -34,7 +34,10 @@ def bench(
 
     if plot is not None:
         check_plot(plot)
-    errors = Console(stderr=True, highlight=False)
+    for path in (json, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+    errors = OutputConsole(stderr=True, highlight=False)
     python = find_peer_python() if peer else None
     if peer and python is None:
         errors.print("llama.cpp is not installed (make bench-peers); figures are ours alone", style="yellow")
@@ -48,7 +51,7 @@ def bench(
         if opponent is not None:
             opponent.close()
         if figures:
-            print_table(Console(), figures, f"{opponent.name} ({opponent.version})" if opponent else "none")
+            print_table(OutputConsole(), figures, f"{opponent.name} ({opponent.version})" if opponent else "none")
             if json is not None:
                 write_json(json, figures, threads, rounds)
             if plot is not None:

@@ -1,5 +1,6 @@
 """Where the commands write: results on standard output, everything else on standard error."""
 
+import errno
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -10,12 +11,20 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 Report = Callable[[str, int, int], None]
 
 
+class OutputConsole(Console):
+    """A console whose reader may go away: that is an error like any other, and `cli` decides what becomes of it."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the BrokenPipeError. Raises it again."""
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone away")
+
+
 class StartDisplay:
     """What a long start does, on standard error: one line for each of several starts at once. On a terminal it moves and then goes
     away; elsewhere each new stage is one plain line."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = OutputConsole(stderr=True)
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -4,13 +4,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from interlock.commands.console import StartDisplay
-from interlock.commands.options import EngineOptions, SamplingOptions, with_engine_options, with_sampling_options
+from interlock.commands.options import ChatOption, EngineOptions, FilesOption, SamplingOptions, with_engine_options, with_sampling_options
 from interlock.commands.prompts import Prompt, read_prompts, read_standard_input
 from interlock.core.errors import RequestError
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 @with_sampling_options
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts; without any (and no --file), standard input.")] = None,
-    file: Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt, or a .jsonl file of prompts; may be repeated.")] = None,
-    chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Whether text goes through the chat template; yes if the model has one.")] = None,
+    file: FilesOption = None,
+    chat: ChatOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each prompt, with the fields of RequestOutput.")] = False,
     *,
     engine: EngineOptions,

@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -18,6 +19,9 @@ from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.sampling_params import SamplingParams
 
 Command = Callable[..., None]
+
+FilesOption = Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt, or a .jsonl file of prompts; may be repeated.")]
+ChatOption = Annotated[bool | None, typer.Option("--chat/--raw", help="Whether text goes through the chat template; yes if the model has one.")]
 
 ENGINE_DEFAULTS: Mapping[str, Any] = {"model": "smollm2"}
 SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 128}
@@ -124,7 +128,7 @@ _ENGINE_FLAGS: dict[str, Any] = {
         str | None, _option("--dtype", metavar="|".join(_DTYPES), parser=_choice("dtype", _DTYPES), help="How float weights are held; auto.")
     ],
     "max_model_len": Annotated[int | None, _option("--max-model-len", help="Longest sequence, in tokens; the model's own limit.")],
-    "max_num_seqs": Annotated[int | None, _option("--max-num-seqs", help="Most requests in one step; 64.")],
+    "max_num_seqs": Annotated[int | None, _option("--max-num-seqs", help="Most requests in one step; 64, or the token budget if that is less.")],
     "max_num_batched_tokens": Annotated[int | None, _option("--max-num-batched-tokens", help="Token budget of one step; 512.")],
     "block_size": Annotated[int | None, _option("--block-size", help="Token positions in one KV block; 16.")],
     "kv_cache_dtype": Annotated[

@@ -1,12 +1,13 @@
 """What `interlock pd` shows at its end: a table of the hand-offs, what gates save against a barrier, or JSON."""
 
+import json
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from interlock.commands.console import OutputConsole
 from interlock.commands.prompts import Prompt
 from interlock.pd.messages import Finished
 from interlock.pd.pair import HandOff, WaitComparison
@@ -22,14 +23,21 @@ class TransportRun:
 
 
 def show_runs(runs: list[TransportRun], verified: bool) -> None:
-    """Print the tables and a closing sentence for each run."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Print the tables and a closing sentence for each run. verified: whether the results were to be compared with a single process."""
+    console = OutputConsole(highlight=False, soft_wrap=True)
     for run in runs:
         console.print(_table(run, verified))
         console.print(_verdict(run.results, verified))
     compared = [run for run in runs if run.waits is not None]
     if compared:
         console.print(_waits_table(compared))
+
+
+def show_json(runs: list[TransportRun]) -> None:
+    """Print one JSON object a line for each request."""
+    for run in runs:
+        for result in run.results:
+            print(json.dumps(_result_as_json(result, run.transport)), flush=True)
 
 
 def _waits_table(runs: list[TransportRun]) -> Table:
@@ -74,6 +82,8 @@ def _table(run: TransportRun, verified: bool) -> Table:
 
 
 def _equality(result: HandOff) -> str:
+    if result.single is None:
+        return "[yellow]not compared[/]"
     if result.identical:
         return "[green]equal[/]"
     return ", ".join(f"[red]{what} differ[/]" for what, same in (("tokens", result.same_tokens), ("logprobs", result.same_logprobs)) if not same)
@@ -86,10 +96,12 @@ def _verdict(results: list[HandOff], verified: bool) -> str:
     if not verified:
         return f"{text}; not compared (--no-verify)."
     same = sum(result.identical for result in served)
+    if not served:
+        return f"{text}; none is left to compare with a single process."
     return f"{text}; {same} of {len(served)} equal to a single process in every token and in every bit of every log-probability."
 
 
-def result_as_json(result: HandOff, transport: str) -> dict[str, Any]:
+def _result_as_json(result: HandOff, transport: str) -> dict[str, Any]:
     """One request as a JSON object, with the fields of a RequestOutput and those of its hand-off."""
     if result.decode is None:
         return {"request_id": result.request.request_id, "error": result.error, "warnings": result.warnings}

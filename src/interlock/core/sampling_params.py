@@ -64,7 +64,7 @@ class SamplingParams:
         object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
 
     def _read_float(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
+        value: Any = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
             raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
         object.__setattr__(self, name, float(value))

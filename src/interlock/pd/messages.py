@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 from typing import Any
 
 import msgspec
@@ -48,6 +49,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Engine process: requests may come."""
 
 
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """Engine process: a request is being worked on; now and then, so that a slow engine is told from one that does nothing any more."""
+
+
 class Text(msgspec.Struct, tag=True, frozen=True):
     """Engine process: the next piece of a request's text."""
 
@@ -91,28 +96,32 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Start | Generate | ResetPrefixCache | Stop
-FromEngine = Progress | Ready | Text | Finished | Failed | Fatal
+FromEngine = Progress | Ready | Heartbeat | Text | Finished | Failed | Fatal
 
 
 class Channel:
-    """Whole messages over a stream socket. One thread sends at a time."""
+    """Whole messages over a stream socket. Any thread may send; one receives. Timeouts are seconds, None for ever."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self._socket = sock
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(receives)
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """The descriptor, for select."""
         return self._socket.fileno()
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send one message. Raises OSError when the other side is gone."""
-        body = self._encoder.encode(message)
-        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+    def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
+        """Send one message. Raises OSError when the other side is gone, TimeoutError (an OSError too) when it takes nothing in."""
+        with self._sending:
+            body = self._encoder.encode(message)
+            self._socket.settimeout(timeout)
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
-    def receive(self) -> Any:
-        """The next message. Raises EOFError when the other side has ended."""
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next message. Raises EOFError when the other side has ended, TimeoutError when it sends no further byte."""
+        self._socket.settimeout(timeout)
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._decoder.decode(self._read(size))
 

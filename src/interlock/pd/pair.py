@@ -5,6 +5,7 @@ goes on to decode with them, which reads the KV across and generates. If prefill
 computes the prompt itself, or the request fails.
 """
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import Any, Self
 
 from interlock.core.errors import InterlockError, KVLoadError
 from interlock.pd.messages import Failed, Finished, Generate, Progress, Ready, ResetPrefixCache, Text
-from interlock.pd.process import EngineProcess, EngineProcessError, wait_readable
+from interlock.pd.process import STALL_SECONDS, EngineProcess, EngineProcessError, wait_readable
 
+START_SECONDS = 120.0  # from one piece of news of a starting process to the next
 OnProgress = Callable[[str, str, int, int], None]
 OnText = Callable[[str], None]
 
@@ -80,9 +82,13 @@ class PrefillDecodePair:
     """The two processes. As a context manager it ends both, in order after success and at once after an error.
 
     engine: options of both, as plain values. connector: their `kv_transfer_config`; roles and engine ids are set here.
+    stall_timeout: how long a process at work may say nothing, in seconds, before it is taken for stalled and ended.
     """
 
-    def __init__(self, engine: Mapping[str, Any], *, connector: Mapping[str, Any], on_progress: OnProgress) -> None:
+    def __init__(
+        self, engine: Mapping[str, Any], *, connector: Mapping[str, Any], on_progress: OnProgress, stall_timeout: float = STALL_SECONDS
+    ) -> None:
+        self._stall_timeout = stall_timeout
         self._failure_policy = connector.get("kv_load_failure_policy", "fail")
         self._engine = dict(engine)
         self._connector = dict(connector)
@@ -106,7 +112,7 @@ class PrefillDecodePair:
             process.stop() if orderly else process.kill()
 
     def run(self, request: PairRequest, on_text: OnText) -> HandOff:
-        """Send one request through both processes; `on_text` gets decode's text as it comes. Raises EngineProcessError if decode dies."""
+        """Send one request through both processes; `on_text` gets decode's text as it comes. Raises EngineProcessError if decode dies or stalls."""
         result = HandOff(request)
         try:
             self._run_prefill(result)
@@ -116,15 +122,20 @@ class PrefillDecodePair:
         return result
 
     def recompute(self, result: HandOff) -> None:
-        """Run the prompt of `result` on decode without a hand-off and without cached prefixes, for one token."""
+        """Run the prompt of `result` on decode without a hand-off and without cached prefixes, for one token. If that fails, the result
+        gets a warning. Raises EngineProcessError if decode dies or stalls."""
         assert result.decode is not None
         self.decode.send(ResetPrefixCache())
-        message = Generate(f"{result.request.request_id}-recompute", result.decode.prompt_token_ids, {**result.request.sampling, "max_tokens": 1})
-        result.recompute = self._run(self.decode, message, _ignore, result)
+        message = Generate(f"{result.request.request_id}-recompute", result.decode.prompt_token_ids, _one_token(result.request.sampling))
+        try:
+            result.recompute = self._run(self.decode, message, _ignore, result)
+        except _RequestFailedError as error:
+            result.warnings.append(f"the run without a hand-off failed: {error}")
 
     def compare_waits(self, request: PairRequest, rounds: int, on_progress: OnProgress) -> "WaitComparison":
         """First tokens of one prompt on the decode process and, in turn, on one more that waits for all of a load before it launches.
-        Neither has anything of the prompt in its cache. The first round of each is a warm-up and does not count."""
+        Neither has anything of the prompt in its cache. The first round of each is a warm-up and does not count. Raises InterlockError if
+        any of them fails."""
         behind_barrier = self._start(
             "decode-barrier", {**self._engine, "kv_load_wait": "barrier"}, {**self._connector, "kv_role": "kv_consumer"}, on_progress
         )
@@ -132,9 +143,11 @@ class PrefillDecodePair:
         for number in range(rounds + 1):
             for process, seconds in ((self.decode, found.as_configured), (behind_barrier, found.barrier)):
                 process.send(ResetPrefixCache())
-                one_token = {**request.sampling, "max_tokens": 1, "min_tokens": 0}
-                result = HandOff(PairRequest(f"{request.request_id}-{process.name}-{number}", request.prompt, one_token, request.chat))
+                request_id = f"{request.request_id}-{process.name}-{number}"
+                result = HandOff(PairRequest(request_id, request.prompt, _one_token(request.sampling), request.chat))
                 self._run_prefill(result)
+                if result.prefill is None:
+                    raise InterlockError(f"there is no hand-off to compare ways of waiting on: {'; '.join(result.warnings)}")
                 result.decode = self._run(process, self._decode_message(result), _ignore, result)
                 if number:
                     seconds.append(result.decode.ttft_seconds)
@@ -150,8 +163,8 @@ class PrefillDecodePair:
     def _run_prefill(self, result: HandOff) -> None:
         """Fill `result.prefill`, or leave it None where decode is to compute the prompt itself."""
         request = result.request
-        sampling = {**request.sampling, "max_tokens": 1, "min_tokens": 0, "n": 1}
-        message = Generate(request.request_id, request.prompt, sampling, request.chat, {"do_remote_decode": True, "do_remote_prefill": False})
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        message = Generate(request.request_id, request.prompt, _one_token(request.sampling), request.chat, wanted)
         try:
             if not self.prefill.alive:
                 raise EngineProcessError("the prefill process has ended")
@@ -170,51 +183,58 @@ class PrefillDecodePair:
         )
 
     def _run(self, process: EngineProcess, message: Generate, on_text: OnText, result: HandOff) -> Finished:
-        """Run one request on `process`, watching the other one too. Raises _RequestFailedError, or EngineProcessError if `process` dies."""
-        process.send(message)
+        """Run one request on `process`, watching the other ones too. Raises _RequestFailedError, or EngineProcessError if `process` dies or
+        stalls."""
+        process.send(message, self._stall_timeout)
+        heard = time.monotonic()
         while True:
-            for ready in wait_readable([other for other in self._processes if other.alive]):
-                if ready is not process:
-                    self._take_notice(ready, result)
-                    continue
-                answer = process.receive()
-                if isinstance(answer, Text):
-                    on_text(answer.text)
-                elif isinstance(answer, Finished):
+            ready = wait_readable([other for other in self._processes if other.alive], heard + self._stall_timeout - time.monotonic())
+            for other in ready:
+                if other is not process:
+                    self._take_notice(other, result)
+            if process in ready:
+                heard = time.monotonic()
+                answer = _take_answer(process, on_text, self._stall_timeout)
+                if answer is not None:
                     return answer
-                elif isinstance(answer, Failed):
-                    raise _RequestFailedError(answer.error)
+            elif time.monotonic() - heard > self._stall_timeout:
+                raise process.stalled(self._stall_timeout)
 
     def _take_notice(self, process: EngineProcess, result: HandOff) -> None:
-        """A process that is not being waited for has spoken: it can only have died. Decode is needed, prefill may not be any more."""
+        """A process that is not being waited for has spoken: its last beat, or its end. Decode is needed, prefill may not be any more."""
         try:
-            process.receive()
+            process.receive(self._stall_timeout)
         except EngineProcessError as error:
             if process is self.decode:
                 raise
             result.warnings.append(str(error))
 
 
-def run_single(engine: Mapping[str, Any], results: list[HandOff], on_progress: OnProgress) -> None:
-    """Run the prompts of `results` in one process without any connector, for comparison."""
+def run_single(engine: Mapping[str, Any], results: list[HandOff], on_progress: OnProgress, *, stall_timeout: float = STALL_SECONDS) -> None:
+    """Run the prompts of `results` in one process without any connector, for comparison; of those that none came of, none, and without
+    any left no process is started. A result that it cannot serve gets a warning. Raises InterlockError if the process cannot go on."""
+    served = [result for result in results if result.decode is not None]
+    if not served:
+        return
     process = EngineProcess("single", engine)
     try:
         wait_ready(process, on_progress)
-        for result in results:
-            if result.decode is not None:
-                process.send(Generate(result.request.request_id, result.decode.prompt_token_ids, dict(result.request.sampling)))
-                while not isinstance(answer := process.receive(), Finished):
-                    if isinstance(answer, Failed):
-                        raise InterlockError(f"the single process could not serve {result.request.request_id}: {answer.error}")
-                result.single = answer
+        for result in served:
+            assert result.decode is not None
+            process.send(Generate(result.request.request_id, result.decode.prompt_token_ids, dict(result.request.sampling)), stall_timeout)
+            try:
+                while result.single is None:
+                    result.single = _take_answer(process, _ignore, stall_timeout)
+            except _RequestFailedError as error:
+                result.warnings.append(f"the single process could not serve it: {error}")
         process.stop()
     finally:
         process.kill()
 
 
-def wait_ready(process: EngineProcess, on_progress: OnProgress) -> Ready:
-    """Wait until the engine of `process` takes requests."""
-    while not isinstance(answer := process.receive(), Ready):
+def wait_ready(process: EngineProcess, on_progress: OnProgress, timeout: float = START_SECONDS) -> Ready:
+    """Wait until the engine of `process` takes requests. Raises EngineProcessError if it ends, or tells nothing new for `timeout` seconds."""
+    while not isinstance(answer := process.receive(timeout), Ready):
         if isinstance(answer, Progress):
             on_progress(process.name, answer.stage, answer.done, answer.total)
     on_progress(process.name, "ready", 1, 1)
@@ -223,6 +243,21 @@ def wait_ready(process: EngineProcess, on_progress: OnProgress) -> Ready:
 
 class _RequestFailedError(KVLoadError):
     """One request failed; its processes go on."""
+
+
+def _take_answer(process: EngineProcess, on_text: OnText, timeout: float) -> Finished | None:
+    """Take in one message about the request that `process` works on; its end, if that is it. Raises _RequestFailedError."""
+    message = process.receive(timeout)
+    if isinstance(message, Text):
+        on_text(message.text)
+    elif isinstance(message, Failed):
+        raise _RequestFailedError(message.error)
+    return message if isinstance(message, Finished) else None
+
+
+def _one_token(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """These parameters, for the first token alone."""
+    return {**sampling, "max_tokens": 1, "min_tokens": 0, "n": 1}
 
 
 def _ignore(text: str) -> None:

@@ -20,10 +20,13 @@ from interlock.core.errors import InterlockError
 from interlock.pd.messages import Channel, Fatal, FromEngine, Start, Stop
 
 STOP_SECONDS = 5.0  # how long an orderly shutdown may take before the process group is killed
+STALL_SECONDS = 15.0  # without a word from a process at work, which beats several times a second
+
+_STANDARD_ERROR = 2  # the descriptor, whatever `sys.stderr` is by now
 
 
 class EngineProcessError(InterlockError, RuntimeError):
-    """An engine process ended, or reported a fault that it cannot go on from."""
+    """An engine process ended, reported a fault that it cannot go on from, or does nothing any more."""
 
 
 class EngineProcess:
@@ -37,7 +40,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "interlock.pd.worker", name, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),  # standard output belongs to the parent's results
+                stdout=_STANDARD_ERROR,  # standard output belongs to the parent's results
                 pass_fds=(theirs.fileno(),),
                 process_group=0,
             )
@@ -55,17 +58,24 @@ class EngineProcess:
         """The channel's descriptor, for select."""
         return self._channel.fileno()
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Raises EngineProcessError when the process has ended."""
+    def send(self, message: msgspec.Struct, timeout: float = STALL_SECONDS) -> None:
+        """Send a message. Raises EngineProcessError when the process has ended, or takes nothing in for `timeout` seconds."""
         try:
-            self._channel.send(message)
+            self._channel.send(message, timeout)
+        except TimeoutError:
+            raise self.stalled(timeout) from None
         except OSError:
             raise self._ended() from None
 
-    def receive(self) -> Any:
-        """The next message from the process. Raises EngineProcessError when it has ended or says that it must."""
+    def receive(self, timeout: float = STALL_SECONDS) -> Any:
+        """The next message from the process. Raises EngineProcessError when it has ended, says that it must, or has said nothing for
+        `timeout` seconds."""
         try:
-            message = self._channel.receive()
+            if not wait_readable([self], timeout):
+                raise TimeoutError
+            message = self._channel.receive(timeout)
+        except TimeoutError:
+            raise self.stalled(timeout) from None
         except EOFError:
             raise self._ended() from None
         if isinstance(message, Fatal):
@@ -75,11 +85,19 @@ class EngineProcess:
             raise EngineProcessError(f"the {self.name} process failed: {message.error}")
         return message
 
+    def stalled(self, seconds: float) -> EngineProcessError:
+        """The error for a process that has said nothing for `seconds`; it is ended, stopped or not."""
+        self._reap()
+        return EngineProcessError(
+            f"the {self.name} process (pid {self.pid}) said nothing for {seconds:g} s, so it was taken for stalled and ended; "
+            "was it stopped (SIGSTOP), or is the machine out of memory?"
+        )
+
     def stop(self) -> None:
         """End the process: in order if it answers, by force if not. Nothing of its group is left."""
         if self.alive:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._channel.send(Stop())
+                self._channel.send(Stop(), STOP_SECONDS)
                 self._process.wait(STOP_SECONDS)
             self._reap()
 
@@ -110,10 +128,11 @@ class EngineProcess:
         return EngineProcessError(f"the {self.name} process (pid {self.pid}) {how}")
 
 
-def wait_readable(processes: Sequence[EngineProcess]) -> list[EngineProcess]:
-    """Wait until at least one of `processes` has a message or has ended; those that do, in the given order."""
+def wait_readable(processes: Sequence[EngineProcess], timeout: float) -> list[EngineProcess]:
+    """Wait until at least one of `processes` has a message or has ended; those that do, in the given order. None after `timeout` seconds."""
     with selectors.DefaultSelector() as selector:
         for process in processes:
             selector.register(process, selectors.EVENT_READ)
-        ready = {id(key.fileobj) for key, _ in selector.select()}
+        events = selector.select(timeout) or selector.select(0)  # time in which we were stopped ourselves is nobody's silence
+        ready = {id(key.fileobj) for key, _ in events}
     return [process for process in processes if id(process) in ready]

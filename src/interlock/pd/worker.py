@@ -17,11 +17,10 @@ from interlock.core.errors import InterlockError
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.llm import LLM
 from interlock.engine.outputs import RequestDelta
+from interlock.engine.pacing import pause_seconds
 from interlock.engine.request import Request
+from interlock.pd.heartbeat import Heart
 from interlock.pd.messages import Channel, Failed, Fatal, Finished, Generate, Progress, Ready, ResetPrefixCache, Start, Stop, Text, ToEngine
-
-_WAITING_SECONDS = 0.0005  # between steps while requests wait for KV that is on its way
-_IDLE_SECONDS = 0.05  # between steps that only watch over leases
 
 Arrival = tuple[float, Any]
 """When a message arrived (seconds of `time.monotonic`), and the message."""
@@ -43,7 +42,7 @@ class EngineServer:
         self._channel = channel
         self._inbox = inbox
         self._running: dict[str, _Running] = {}
-        self._computed = True  # whether the last step computed anything
+        self._heart = Heart(channel)
 
     def serve(self) -> None:
         """Serve until the parent says stop."""
@@ -58,7 +57,7 @@ class EngineServer:
             if self._core.has_work:
                 for delta in self._core.step():
                     self._report(delta)
-                self._computed = self._core.num_scheduled_tokens > 0
+            self._heart.note(working=bool(self._running))
 
     def _messages(self) -> list[Arrival]:
         """What has arrived; waits for it as long as there is nothing better to do."""
@@ -71,11 +70,7 @@ class EngineServer:
             return messages
 
     def _patience(self) -> float | None:
-        if not self._core.has_work:
-            return None
-        if not self._core.has_unfinished_requests:
-            return _IDLE_SECONDS
-        return 0.0 if self._computed else _WAITING_SECONDS
+        return pause_seconds(self._core) if self._core.has_work else None
 
     def _add(self, arrival: float, message: Generate) -> None:
         extra = None if message.kv_transfer_params is None else {"kv_transfer_params": message.kv_transfer_params}
@@ -87,7 +82,7 @@ class EngineServer:
             self._channel.send(Failed(message.request_id, str(error)))
         else:
             self._running[message.request_id] = _Running(request, arrival)
-            self._computed = True
+            self._heart.note(working=True)
 
     def _prompt(self, message: Generate) -> Any:
         tokenizer = self._core.tokenizer
