@@ -9,7 +9,8 @@ from interlock.models.rope import RopeConfig
 class ModelConfig:
     """One decoder-only model. `vocab_size` counts rows of the embedding table; a tokenizer may know fewer tokens.
 
-    eos_token_ids: every token that ends a sequence, the tokenizer's own first; empty if the checkpoint names none.
+    eos_token_ids: every token that ends a sequence, the tokenizer's own first; empty if the checkpoint names none. Ids beyond the
+    vocabulary, which the model cannot produce, are left out, with a warning.
     """
 
     architecture: str

@@ -15,7 +15,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: does not exist; expected a Hugging Face directory with config.json and *.safetensors, or a GGUF file"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); download it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds {type(values).__name__}, expected an object")

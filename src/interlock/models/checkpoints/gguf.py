@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from interlock.core.errors import CheckpointError
-from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, raise_faults, refuse
+from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, is_finite_number, raise_faults, refuse
 from interlock.models.checkpoints.gguf_file import GGUFFile, read_gguf
 from interlock.models.checkpoints.hf_config import check_heads, rope_parameters
 from interlock.models.config import ModelConfig
@@ -60,7 +60,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises CheckpointError."""
     file = read_gguf(path)
     metadata = file.metadata
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise refuse(path, "split.count", metadata["split.count"], "1; join the parts with llama-gguf-split --merge")
     if metadata.get("general.type", "model") != "model":
         raise refuse(path, "general.type", metadata["general.type"], "model")
@@ -125,8 +125,8 @@ def _model_config(file: GGUFFile) -> ModelConfig:
         rope=_rope(file, values, head_dim),
         max_position_embeddings=values.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_eos_token_ids(metadata),
+        bos_token_id=_token_id(path, metadata, "bos"),
+        eos_token_ids=_eos_token_ids(path, metadata),
     )
 
 
@@ -137,9 +137,17 @@ def _vocab_size(file: GGUFFile) -> int:
     return embedding.shape[0]
 
 
-def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+def _eos_token_ids(path: Path, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = [_token_id(path, metadata, name) for name in ("eos", "eot", "eom")]
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _token_id(path: Path, metadata: Mapping[str, Any], name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise refuse(path, key, value, "a token id")
+    return value
 
 
 def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> RopeConfig:
@@ -152,9 +160,12 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> RopeConfig:
     divisors = _rope_divisors(file, head_dim)
     if divisors and kind not in ("default", "linear"):
         raise refuse(path, "rope.scaling.type", kind, f"none or linear together with the tensor {_ROPE_FREQS}")
+    theta = values.number("rope.freq_base", 10000.0)
+    if theta <= 1:
+        raise refuse(path, "rope.freq_base", theta, "a number above 1")
     return RopeConfig(
         kind=kind,
-        theta=values.number("rope.freq_base", 10000.0),
+        theta=theta,
         rotary_dim=head_dim,
         max_position_embeddings=values.integer("context_length"),
         parameters=rope_parameters(path, kind, parameters, head_dim),
@@ -195,8 +206,8 @@ def _rope_divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
     if info.shape != (head_dim // 2,) or info.fmt != "float32":
         raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQS} is {info.fmt} {list(info.shape)}, expected float32 [{head_dim // 2}]")
     divisors = tuple(map(float, info.rows().view(np.float32)[0]))
-    if not all(value > 0 for value in divisors):
-        raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQS} holds values that are not above 0; the file is damaged")
+    if not all(is_finite_number(value) and value > 0 for value in divisors):
+        raise CheckpointError(f"{file.path}: tensor {_ROPE_FREQS} holds values that are not finite and above 0; the file is damaged")
     return divisors
 
 
@@ -224,6 +235,6 @@ class _Values:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise refuse(self._path, self._prefix + key, value, "a number above 0")
+        if not is_finite_number(value) or value <= 0:
+            raise refuse(self._path, self._prefix + key, value, "a finite number above 0")
         return float(value)

@@ -13,13 +13,14 @@ from typing import Any, Final
 
 from interlock.core.errors import CheckpointError
 from interlock.kernels.formats import WeightFormat
-from interlock.models.checkpoints.checkpoint import MappedFile, TensorInfo, raise_faults, tensor_bytes
+from interlock.models.checkpoints.checkpoint import MappedFile, TensorInfo, overlaps, raise_faults, shortened, tensor_bytes
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAX_DEPTH: Final = 4  # of arrays in arrays
 
 _FORMATS: Final[Mapping[int, WeightFormat]] = {0: "float32", 1: "float16", 30: "bfloat16", 8: "q8_0", 2: "q4_0", 3: "q4_1"}
 """ggml_type → format."""
@@ -48,13 +49,13 @@ def read_gguf(path: Path) -> GGUFFile:
     for _ in range(num_keys):
         key = reader.string()
         if key in metadata:
-            raise CheckpointError(f"{path}: metadata key {key!r} appears twice")
+            raise CheckpointError(f"{path}: metadata key {shortened(repr(key))} appears twice")
         metadata[key] = reader.value(reader.scalar("I"))
     entries = [reader.tensor_entry() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
-    return GGUFFile(path, metadata, _tensors(file, entries, -(-reader.position // alignment) * alignment))
+    return GGUFFile(path, metadata, _tensors(file, entries, -(-reader.position // alignment) * alignment, alignment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +91,30 @@ class _Reader:
         except UnicodeDecodeError:
             raise CheckpointError(f"{self._path}: a string before byte {self.position} is not UTF-8; the file is damaged") from None
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string()
-        if kind != _ARRAY:
-            raise CheckpointError(f"{self._path}: metadata before byte {self.position} has the unknown type {kind}; the file is damaged")
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise CheckpointError(
+                f"{self._path}: metadata before byte {self.position} has the unknown type {kind}, or arrays {depth} deep; the file is damaged"
+            )
         item, count = self.scalar("I"), self.scalar("Q")
         if item in _SCALARS:
             code = _SCALARS[item]
             return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(code))))
-        return [self.value(item) for _ in range(count)]
+        return [self.value(item, depth + 1) for _ in range(count)]
 
     def tensor_entry(self) -> _Entry:
         name, num_dims = self.string(), self.scalar("I")
         if not 1 <= num_dims <= 4:
-            raise CheckpointError(f"{self._path}: tensor {name!r} has {num_dims} dimensions, expected 1 to 4")
+            raise CheckpointError(f"{self._path}: tensor {shortened(repr(name))} has {num_dims} dimensions, expected 1 to 4")
         dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
         return _Entry(name, dims[::-1], self.scalar("I"), self.scalar("Q"))
 
 
-def _tensors(file: MappedFile, entries: list[_Entry], data: int) -> dict[str, TensorInfo]:
+def _tensors(file: MappedFile, entries: list[_Entry], data: int, alignment: int) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     faults = []
     for entry in entries:
@@ -121,6 +124,8 @@ def _tensors(file: MappedFile, entries: list[_Entry], data: int) -> dict[str, Te
             faults.append(f"duplicate: {label}")
         elif fmt is None:
             faults.append(f"unsupported: {label} has type {_type_name(entry.ggml_type)}, supported: {', '.join(_FORMATS.values())}")
+        elif 0 in entry.shape or entry.offset % alignment:
+            faults.append(f"malformed: {label} at offset {entry.offset}, expected sizes of at least 1 and a multiple of {alignment}")
         elif entry.shape[-1] % 32 and fmt.startswith("q"):
             faults.append(f"malformed: {label} has rows that are not whole {fmt} blocks of 32")
         elif math.prod(entry.shape) > file.size * 8 or data + entry.offset + tensor_bytes(fmt, entry.shape) > file.size:
@@ -128,7 +133,7 @@ def _tensors(file: MappedFile, entries: list[_Entry], data: int) -> dict[str, Te
         else:
             nbytes = tensor_bytes(fmt, entry.shape)
             tensors[entry.name] = TensorInfo(entry.name, entry.name, entry.shape, fmt, file, data + entry.offset, nbytes)
-    raise_faults(file.path, "has faulty tensors", faults)
+    raise_faults(file.path, "has faulty tensors", faults or overlaps(tensors))
     return tensors
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.core.errors import CheckpointError
-from interlock.models.checkpoints.checkpoint import refuse
+from interlock.models.checkpoints.checkpoint import is_finite_number, refuse
 from interlock.models.config import ModelConfig
 from interlock.models.json_file import read_json
 from interlock.models.rope import ROPE_KINDS, RopeConfig, RopeParameter
@@ -66,7 +66,7 @@ def read_rope(path: Path, config: Mapping[str, Any], head_dim: int, max_position
     partial = _agreed(path, "partial_rotary_factor", config.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None))
     if partial not in (None, 1, 1.0):
         raise refuse(path, "partial_rotary_factor", partial, "1.0 (whole heads are rotated)")
-    if not _is_number(theta) or theta <= 1:
+    if not is_finite_number(theta) or theta <= 1:
         raise refuse(path, "rope_theta", theta, "a number above 1")
     original = config.get("original_max_position_embeddings")
     if original is not None and "original_max_position_embeddings" in ROPE_KINDS[kind].optional:
@@ -89,9 +89,9 @@ def rope_parameters(path: Path, kind: str, values: Mapping[str, Any], rotary_dim
             valid, expected = isinstance(value, bool), "true or false"
         elif name in ("short_factor", "long_factor"):
             expected = f"{rotary_dim // 2} positive numbers"
-            valid = isinstance(value, list) and len(value) == rotary_dim // 2 and all(_is_number(v) and v > 0 for v in value)
+            valid = isinstance(value, list) and len(value) == rotary_dim // 2 and all(is_finite_number(v) and v > 0 for v in value)
         else:
-            valid, expected = _is_number(value) and value > 0, "a positive number"
+            valid, expected = is_finite_number(value) and value > 0, "a positive number"
         if not valid:
             raise refuse(path, f"{name} of rope type {kind!r}", value, expected)
         parameters[name] = tuple(map(float, value)) if isinstance(value, list) else value
@@ -122,9 +122,9 @@ def _rope_kind(path: Path, scaling: dict[str, Any]) -> str:
         raise CheckpointError(f"{path}: rope_scaling {scaling!r} states no rope_type; supported: {list(ROPE_KINDS)}")
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise CheckpointError(f"{path}: rope_scaling has rope_type {kinds[0]!r} but type {kinds[1]!r}; keep one of them")
-    if kinds[0] not in ROPE_KINDS:
+    if not isinstance(kinds[0], str) or kinds[0] not in ROPE_KINDS:
         raise refuse(path, "rope type", kinds[0], ", ".join(ROPE_KINDS))
-    return str(kinds[0])
+    return kinds[0]
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
@@ -140,9 +140,9 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
         raise refuse(path, "hidden_act", config["hidden_act"], "silu")
     if config.get("pretraining_tp", 1) not in (1, None):
         raise refuse(path, "pretraining_tp", config["pretraining_tp"], "1")
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if other:
-        raise refuse(path, "layer_types", other, "full_attention")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise refuse(path, "layer_types", layer_types, "a list of full_attention")
 
 
 def _agreed(path: Path, key: str, *values: Any) -> Any:
@@ -171,10 +171,6 @@ def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class _Values:
     """Typed access to the keys of a parsed file."""
 
@@ -192,6 +188,6 @@ class _Values:
     def number(self, key: str, default: float) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if not _is_number(value) or value <= 0:
-            raise refuse(self.path, key, value, "a number above 0")
+        if not is_finite_number(value) or value <= 0:
+            raise refuse(self.path, key, value, "a finite number above 0")
         return float(value)

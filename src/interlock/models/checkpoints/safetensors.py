@@ -4,9 +4,9 @@ The safetensors format: eight bytes with the length of a JSON header, the header
 The header is read here rather than by the safetensors library because every faulty tensor has to be named, not only the first.
 """
 
-import itertools
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from interlock.core.errors import CheckpointError
 from interlock.kernels.formats import WeightFormat
-from interlock.models.checkpoints.checkpoint import Checkpoint, MappedFile, TensorInfo, raise_faults, tensor_bytes
+from interlock.models.checkpoints.checkpoint import MAX_FAULTS, Checkpoint, MappedFile, TensorInfo, overlaps, raise_faults, tensor_bytes
 from interlock.models.checkpoints.hf_config import read_model_config
 from interlock.models.hf_tokenizer import load_hf_tokenizer
 from interlock.models.json_file import read_json
@@ -55,8 +55,8 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
             tensors[name] = info
         else:
             faults.append(info)
-    faults += _overlaps(tensors)
-    raise_faults(path, "has faulty tensors", faults)
+    faults += overlaps(tensors)
+    raise_faults(path, "has faulty tensors", faults or _unclaimed_bytes(file, 8 + length, tensors))
     return tensors
 
 
@@ -66,13 +66,13 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+            counts = Counter(name for name, _ in pairs)
+            duplicates.extend(sorted(name for name, count in counts.items() if count > 1))
         return result
 
     try:
         header = json.loads(text, object_pairs_hook=collect)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON ({error}); expected a safetensors file") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is {type(header).__name__}, expected an object; is this a safetensors file?")
@@ -84,11 +84,11 @@ def _tensor(file: MappedFile, data: int, name: str, entry: Any) -> TensorInfo | 
     """The tensor, or what is wrong with it."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole_numbers = all(isinstance(value, int) and value >= 0 for value in (*shape, start, stop))
+        whole_numbers = isinstance(dtype, str) and all(isinstance(value, int) and value >= 0 for value in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         return f"malformed: {name}: {entry!r}"
     if not whole_numbers or not shape:
-        return f"malformed: {name}: shape {list(shape)}, data_offsets {[start, stop]}"
+        return f"malformed: {name}: dtype {dtype!r}, shape {list(shape)}, data_offsets {[start, stop]}"
     if dtype not in _DTYPES:
         return f"unsupported: {name} has dtype {dtype}, expected one of {list(_DTYPES)}"
     expected = tensor_bytes(_DTYPES[dtype], shape)
@@ -99,9 +99,16 @@ def _tensor(file: MappedFile, data: int, name: str, entry: Any) -> TensorInfo | 
     return TensorInfo(name, name, shape, _DTYPES[dtype], file, data + start, expected)
 
 
-def _overlaps(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    in_order = sorted((info for info in tensors.values() if info.nbytes), key=lambda info: info.offset)
-    return [f"overlap: {b.name} begins inside {a.name}" for a, b in itertools.pairwise(in_order) if b.offset < a.offset + a.nbytes]
+def _unclaimed_bytes(file: MappedFile, data: int, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Faults: bytes that belong to no tensor. The format has none, so their presence says that header and data are not of one file."""
+    faults, end = [], data
+    for info in sorted(tensors.values(), key=lambda info: info.offset):
+        if info.offset > end:
+            faults.append(f"gap: {info.offset - end} bytes before {info.name} belong to no tensor")
+        end = max(end, info.offset + info.nbytes)
+    if file.size > end:
+        faults.append(f"trailing: {file.size - end} bytes behind the last tensor, which ends at byte {end}, belong to none")
+    return faults
 
 
 def _read_tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -130,14 +137,14 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise CheckpointError(f"{index}: weight_map names {outside}, expected names of files in the same directory")
+        raise CheckpointError(f"{index}: weight_map names {outside[:MAX_FAULTS]}, expected names of files in the same directory")
     raise_faults(directory, "lacks shards that its index names", [f"absent: {name}" for name in names if not (directory / name).exists()])
     _note_strays(directory, set(names))
     shards = {name: read_safetensors(directory / name) for name in names}
     for name in names:
         extras = [tensor for tensor in shards[name] if weight_map.get(tensor) != name]
         if extras:
-            logger.info("%s: ignored %d tensors that the index does not assign to this file: %s", directory / name, len(extras), extras)
+            logger.info("%s: ignored %d tensors that the index does not assign to this file: %s", directory / name, len(extras), extras[:MAX_FAULTS])
     raise_faults(
         directory,
         "has shards without tensors that the index assigns to them",

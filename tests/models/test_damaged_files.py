@@ -1,0 +1,200 @@
+"""Model files with any byte or field wrong either load or are refused, soon and in a few lines; nothing that they state is believed unchecked."""
+
+import json
+import logging
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_tiny_llama, make_tiny_llama_gguf, random_weights, write_safetensors
+from interlock.core.errors import CheckpointError
+from interlock.models.checkpoints import open_checkpoint
+from interlock.models.checkpoints.checkpoint import MAX_FAULTS
+from interlock.models.registry import load_model
+from interlock.models.rope import rope_table
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "</s>"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 3,
+    "tokenizer.ggml.eos_token_id": 3,
+}
+LONGEST_MESSAGE = 12_000  # characters
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def load_or_refuse(path: str) -> bool:
+    """Whether it loads; otherwise it is refused in one message of bounded length."""
+    message = ""
+    try:
+        config = load_model(path).config
+        rope_table(config.rope, min(config.max_position_embeddings, 64))
+    except CheckpointError as error:
+        message = str(error)
+    assert len(message) < LONGEST_MESSAGE
+    return not message
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_gguf_file_with_any_byte_of_its_header_changed_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
+    path = Path(make_tiny_llama_gguf(tmp_path / "tiny.gguf", metadata=TOKENIZER, intermediate_size=32, vocab_size=32, hidden_size=32))
+    good, rng = path.read_bytes(), random.Random(seed)
+    header = good.index(b"blk.1.ffn_down.weight") + 64
+    assert load_or_refuse(str(path))
+    outcomes = {True: 0, False: 0}
+    for position in range(0, header, 3):
+        damaged = bytearray(good)
+        damaged[position + rng.randrange(3)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        outcomes[load_or_refuse(str(path))] += 1
+    assert min(outcomes.values()) > 10, outcomes
+
+
+def test_a_block_count_beyond_what_the_file_holds_is_refused_at_once(tmp_path: Path) -> None:
+    path = Path(make_tiny_llama_gguf(tmp_path / "tiny.gguf"))
+    data = bytearray(path.read_bytes())
+    at = data.index(b"llama.block_count") + len("llama.block_count") + 4
+    for count in (3, 1000, 2_900_000_000):
+        data[at : at + 4] = count.to_bytes(4, "little")
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"states {count} layers, but holds tensors of 2"):
+            load_model(str(path))
+
+
+def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    text = b"deep"
+    nested = (9).to_bytes(4, "little") + (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    item = (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    head = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + len(text).to_bytes(8, "little") + text
+    path = tmp_path / "deep.gguf"
+    path.write_bytes(head + nested + item * 100_000)
+    with pytest.raises(CheckpointError, match="arrays 4 deep"):
+        open_checkpoint(str(path))
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    10**6,
+    10**30,
+    10**400,
+    0.5,
+    -1.0,
+    1e308,
+    1e-320,
+    math.inf,
+    math.nan,
+    "x",
+    "",
+    [],
+    [1],
+    [[1]],
+    {},
+    {"rope_type": []},
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_config_with_any_field_strange_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    good = json.loads((Path(make_tiny_llama(tmp_path, rope_scaling=scaling)) / "config.json").read_text())
+    assert load_or_refuse(str(tmp_path))
+    fields = [*good, "head_dim", "layer_types", "quantization_config", "rope_parameters", "sliding_window"]
+    cases = [{field: value} for field in fields for value in STRANGE]
+    cases += [{"rope_scaling": scaling | {name: value}} for name in scaling for value in STRANGE]
+    cases += [{field: rng.choice(STRANGE) for field in rng.sample(fields, 3)} for _ in range(100)]
+    for case in cases[seed::2]:
+        (tmp_path / "config.json").write_text(json.dumps(good | case))
+        load_or_refuse(str(tmp_path))
+
+
+KINDS = {
+    "linear": ["factor"],
+    "dynamic": ["factor"],
+    "yarn": ["factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"],
+    "longrope": ["factor", "attention_factor", "original_max_position_embeddings"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_parameters_give_finite_angles_or_are_refused(tmp_path: Path, kind: str) -> None:
+    good = {"rope_type": kind, "factor": 2.0} | ({"short_factor": [1.0] * 8, "long_factor": [1.0] * 8} if kind == "longrope" else {})
+    for name in KINDS[kind]:
+        for value in (1e-320, 1e-300, 1, 64, 1e300, 1.7e308):
+            make_tiny_llama(tmp_path, rope_scaling=good | {name: value})
+            load_or_refuse(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0, -1e-5])
+def test_a_norm_epsilon_that_is_no_finite_number_above_0_is_refused(tmp_path: Path, value: float) -> None:
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps is .*finite number above 0"):
+        open_checkpoint(make_tiny_llama(tmp_path / "hf", config_overrides={"rms_norm_eps": value}))
+    with pytest.raises(CheckpointError, match=r"layer_norm_rms_epsilon is .*finite number above 0"):
+        open_checkpoint(make_tiny_llama_gguf(tmp_path / "x.gguf", metadata={"llama.attention.layer_norm_rms_epsilon": float(value)}))
+
+
+def test_bytes_that_belong_to_no_tensor_are_refused(tmp_path: Path) -> None:
+    file = Path(make_tiny_llama(tmp_path)) / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good + b"xyz")
+    with pytest.raises(CheckpointError, match=r"trailing: 3 bytes behind the last tensor"):
+        open_checkpoint(str(tmp_path))
+    header = {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "b": {"dtype": "F32", "shape": [4], "data_offsets": [24, 40]}}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(40))
+    with pytest.raises(CheckpointError, match=r"gap: 8 bytes before b belong to no tensor"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_safetensors_file_with_any_byte_of_its_header_changed_loads_or_is_refused(tmp_path: Path) -> None:
+    file = Path(make_tiny_llama(tmp_path, intermediate_size=32, hidden_size=32, vocab_size=32)) / "model.safetensors"
+    good, rng = file.read_bytes(), random.Random(0)
+    for position in range(8 + int.from_bytes(good[:8], "little")):
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged)
+        load_or_refuse(str(tmp_path))
+
+
+def test_a_list_of_faults_names_the_first_and_counts_the_rest(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    weights = random_weights(seed=0, tie=True, **SIZES) | {
+        f"stray.{i}": random_weights(seed=0, tie=True, **SIZES)["model.norm.weight"] for i in range(50)
+    }
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    with pytest.raises(CheckpointError) as error:
+        load_model(str(tmp_path))
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines[:MAX_FAULTS]] == ["unknown"] * MAX_FAULTS
+    assert lines[MAX_FAULTS:] == [f"  and {50 - MAX_FAULTS} more"]
+
+
+def test_a_huge_value_is_shortened_in_the_message(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"hidden_act is 'xxx.*characters") as error:
+        open_checkpoint(make_tiny_llama(tmp_path, config_overrides={"hidden_act": "x" * 10**6}))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_end_tokens_beyond_the_vocabulary_are_ignored_with_a_warning(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    if kind == "hf":
+        path = make_tiny_llama(tmp_path / "hf", config_overrides={"eos_token_id": [2, 256, 10**12], "bos_token_id": 256})
+    else:
+        ids = {"tokenizer.ggml.eos_token_id": 256, "tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.bos_token_id": 256}
+        path = make_tiny_llama_gguf(tmp_path / "x.gguf", metadata=ids)
+    with caplog.at_level(logging.WARNING):
+        config = load_model(path).config
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), None)
+    assert "beyond the vocabulary of 256 tokens are ignored" in caplog.text
