@@ -1,9 +1,9 @@
-"""Scenario B03: a load starts only after whatever was queued before its step has run, so that no older write to its blocks lands after it."""
+"""A load starts only after whatever was queued before its step has run, so that no older write to its blocks lands after it."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import Any
 
 import held_kernels
@@ -26,6 +26,7 @@ MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 PROMPT = np.random.default_rng(3).integers(3, 250, 26).tolist()
 COUNT = len(PROMPT) - 1
 GATED, OUTSIDE, FAILING = "outside_connector:GatedConnector", "outside_connector:OutsideConnector", "outside_connector:FailingGatedConnector"
+SECONDS = 60  # the longest wait for anything here: a broken order fails a test, and never hangs it
 GARBAGE = 0x4E804E804E804E80  # bfloat16: a large finite number, four times
 
 
@@ -42,8 +43,23 @@ def remote():
     outside_connector.REMOTE.pop()
 
 
+class Decision(threading.Event):
+    """Also sets `decided`, which is set when it is known whether a load has waited or has started."""
+
+    def __init__(self, decided: threading.Event) -> None:
+        super().__init__()
+        self._decided = decided
+
+    def set(self) -> None:
+        super().set()
+        self._decided.set()
+
+
 class Held:
-    """A runner with work on its stream that does not run before `release`. ordered: False removes what makes loads wait for it."""
+    """A runner with work on its stream that does not run before `release`. ordered: False removes what makes loads wait for it.
+
+    waits: set when a step waits for that work.
+    """
 
     def __init__(self, model: str, mode: CUDAGraphMode, connector: str, *, ordered: bool) -> None:
         transfer = KVTransferConfig(kv_connector=connector, kv_load_failure_policy="recompute")
@@ -51,7 +67,9 @@ class Held:
         self.runner = ModelRunner(EngineConfig(model=model, cudagraph_mode=mode, kv_transfer_config=transfer, **sizes))
         self.driver = RunnerDriver(self.runner)
         self.word = Buffer.zeros((1,), "int64")
-        self.waits = threading.Event()
+        self.decided = threading.Event()
+        self.waits = Decision(self.decided)
+        self.steps: list[Future[Any]] = []
         driver: Any = self.runner._kv
         driver.record = self._record if ordered else None
         # A former request, whose last step wrote a position that the next owner of its blocks loads.
@@ -60,7 +78,36 @@ class Held:
         self.driver.step({"former": 1})
         self.former_blocks = self.driver.blocks("former")
         self.driver.finish("former")
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known yet of the load that comes."""
         self.waits.clear()
+        self.decided.clear()
+
+    def submit(self, counts: dict[str, int], promises: tuple[LoadPromise, ...] = ()) -> "Future[Any]":
+        """Make a step on a thread of its own."""
+        step: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                step.set_result(self.driver.step(counts, promises))
+            except BaseException as error:
+                step.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        self.steps.append(step)
+        return step
+
+    def load_waits(self) -> bool:
+        """Whether the load waits for what was queued before it; False if it has started, or if neither is known in time."""
+        return self.decided.wait(SECONDS) and self.waits.is_set()
+
+    def end(self) -> None:
+        """Let the steps that were submitted end, whatever has become of the test."""
+        self.release()
+        wait(self.steps, SECONDS)
+        self.runner.shutdown()
 
     def hold(self) -> None:
         kernel = held_kernels.hold_kernel()
@@ -108,8 +155,7 @@ def held(model: str, mode: CUDAGraphMode, connector: str, *, ordered: bool = Tru
     try:
         yield scene
     finally:
-        scene.release()
-        scene.runner.shutdown()
+        scene.end()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +173,7 @@ def alone(model):
 def prepare_load(scene: Held, kv: list[Any], remote: Any) -> LoadPromise:
     """The request 'r', in the blocks of the former one, loads all but the prompt's last position."""
     blocks = scene.former_blocks
+    remote.started = Decision(scene.decided)
     scene.driver.add("r", PROMPT, computed=COUNT)
     scene.driver.share_blocks("former", "r", len(blocks))
     promised = blocks[: -(-COUNT // BLOCK)]
@@ -156,15 +203,15 @@ def loaded_bytes(scene: Held, promise: LoadPromise) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_write_that_an_earlier_step_queued_does_not_land_after_a_load(model, alone, remote, mode, connector, write):
     kv, bits = alone
-    with held(model, mode, connector) as scene, ThreadPoolExecutor(1) as pool:
+    with held(model, mode, connector) as scene:
         promise = prepare_load(scene, kv, remote)
         scene.hold()
         queue_write(scene, promise, write)
-        step = pool.submit(scene.driver.step, {"r": 1}, (promise,))
-        assert scene.waits.wait(60), "the load did not wait for what was queued before it"
+        step = scene.submit({"r": 1}, (promise,))
+        assert scene.load_waits(), "the load did not wait for what was queued before it"
         assert not remote.started.is_set()
         scene.release()
-        np.testing.assert_array_equal(step.result(60)["r"], bits)
+        np.testing.assert_array_equal(step.result(SECONDS)["r"], bits)
         for ours, theirs in zip(loaded_bytes(scene, promise), kv, strict=True):
             np.testing.assert_array_equal(ours, np.concatenate(list(theirs), axis=2)[:, :, :COUNT])
 
@@ -172,28 +219,28 @@ def test_a_write_that_an_earlier_step_queued_does_not_land_after_a_load(model, a
 @pytest.mark.parametrize("write", ["zeros", "garbage", "trailing step"])
 def test_negative_control_a_load_that_does_not_wait_is_wiped(model, alone, remote, write):
     kv, bits = alone
-    with held(model, CUDAGraphMode.FULL, GATED, ordered=False) as scene, ThreadPoolExecutor(1) as pool:
+    with held(model, CUDAGraphMode.FULL, GATED, ordered=False) as scene:
         promise = prepare_load(scene, kv, remote)
         scene.hold()
         queue_write(scene, promise, write)
         stamp = scene.driver.next_step
-        step = pool.submit(scene.driver.step, {"r": 1}, (promise,))
+        step = scene.submit({"r": 1}, (promise,))
         for layer in range(NUM_LAYERS):
-            assert scene.runner.timelines.landed.wait(layer, stamp, 60)
+            assert scene.runner.timelines.landed.wait(layer, stamp, SECONDS)
         scene.release()
-        assert (step.result(60)["r"] != bits).any(), "the test cannot tell a wiped load from one that holds"
+        assert (step.result(SECONDS)["r"] != bits).any(), "the test cannot tell a wiped load from one that holds"
 
 
 def test_a_block_whose_load_failed_behind_a_queued_write_is_recomputed_bit_for_bit(model, alone, remote):
     kv, bits = alone
-    with held(model, CUDAGraphMode.FULL, FAILING) as scene, ThreadPoolExecutor(1) as pool:
+    with held(model, CUDAGraphMode.FULL, FAILING) as scene:
         promise = prepare_load(scene, kv, remote)
         scene.hold()
         queue_write(scene, promise, "garbage")
-        step = pool.submit(scene.driver.step, {"r": 1}, (promise,))
-        assert scene.waits.wait(60)
+        step = scene.submit({"r": 1}, (promise,))
+        assert scene.load_waits()
         scene.release()
-        step.result(60)
+        step.result(SECONDS)
         report = scene.driver.outputs[-1].kv_connector_output
         assert report is not None
         assert report.invalid_block_ids == frozenset(promise.block_ids)
@@ -208,10 +255,10 @@ def test_a_block_whose_load_failed_behind_a_queued_write_is_recomputed_bit_for_b
 @pytest.mark.parametrize("ordered", [True, False])
 def test_asynchronous_loads_wait_too_and_the_negative_control_does_not(model, mode, counts, ordered):
     """What the connector finds in the block when it may start to load: the queued write has been made, or it is still to come."""
-    with held(model, mode, "stand_in_drafter:PublishingConnector", ordered=ordered) as scene, ThreadPoolExecutor(1) as pool:
+    with held(model, mode, "stand_in_drafter:PublishingConnector", ordered=ordered) as scene:
         scene.driver.add("companion", PROMPT)
         scene.driver.step({"companion": len(PROMPT)})
-        block, found, started = scene.former_blocks[0], [], threading.Event()
+        block, found, started = scene.former_blocks[0], [], Decision(scene.decided)
         layer = scene.runner.kv_cache.layers[0].numpy()
 
         def look(context: Any) -> None:
@@ -219,12 +266,12 @@ def test_asynchronous_loads_wait_too_and_the_negative_control_does_not(model, mo
             started.set()
 
         stand_in_drafter.MADE[-1].on_load = look
-        scene.waits.clear()
+        scene.forget()
         scene.hold()
         scene.fill([block], GARBAGE)
-        step = pool.submit(scene.driver.step, counts)
-        assert (scene.waits if ordered else started).wait(60)
+        step = scene.submit(counts)
+        assert scene.load_waits() is ordered
         assert started.is_set() is not ordered
         scene.release()
-        step.result(60)
+        step.result(SECONDS)
         assert bool((found[0] == GARBAGE & 0xFFFF).all()) is ordered
