@@ -17,6 +17,7 @@ from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.connectors.peer import PeerConnector
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.lifecycle import KVStepDriver
+from interlock.kv_transfer.references import from_params, sign
 from interlock.kv_transfer.transports.shared_memory import allocate_pool
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -143,6 +144,12 @@ class PeerEngine:
         self.pool.close()
 
 
+def resigned(producer: PeerEngine, params: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Parameters that the producer itself might have given, but has not."""
+    changed = params | changes
+    return changed | {"remote_signature": sign(producer.worker._worker_half.key, from_params(changed))}
+
+
 def producer_process(pipe: Any, engine_id: str, transport: str, seed: int) -> None:
     """A prefill engine in its own process, driven over a pipe: ('prefill', id, tokens, blocks) → params, ('step',), ('stop',)."""
     engine = PeerEngine(engine_id, "kv_producer", transport=transport)
@@ -154,6 +161,8 @@ def producer_process(pipe: Any, engine_id: str, transport: str, seed: int) -> No
             break
         if command == "prefill":
             pipe.send(engine.prefill(*arguments))
+        elif command == "resign":
+            pipe.send(resigned(engine, arguments[0], **arguments[1]))
         elif command == "step":
             pipe.send(engine.step().finished_sending)
         elif command == "expected":

@@ -29,7 +29,7 @@ def test_every_lease_ends_exactly_once(events):
     for kind, value in events:
         if kind == "grant" and value not in granted:
             granted.add(value)
-            leases.grant(value)
+            leases.grant(value, "a request")
             if value in early:
                 due.add(value)
             else:

@@ -3,6 +3,7 @@ import threading
 import numpy as np
 import pytest
 from kv_support import LAYERS, run_in_thread
+from peer_support import resigned
 
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.copy import copy_list
@@ -84,11 +85,11 @@ def wait_for_end_of_lease(producer, request_id):
 
 def test_a_repeated_notice_does_not_end_the_lease_of_a_later_request_of_the_same_id(engines):
     producer = engines()
-    leases = producer.worker._worker_half.leases
+    leases, first = producer.worker._worker_half.leases, None
     for expected in ({"p"}, frozenset()):
-        producer.prefill("p", TOKENS[:8], [1, 2])
-        leases.done("p:1")
-        leases.done("p:1")
+        lease = producer.prefill("p", TOKENS[:8], [1, 2])["remote_signature"]
+        leases.done(first := first or lease)
+        leases.done(first)
         assert producer.step().finished_sending == expected
 
 
@@ -177,14 +178,14 @@ class TestFailures:
     def test_a_lease_that_has_expired(self, engines):
         producer, consumer = engines(), engines()
         params = producer.prefill("p", TOKENS[:8], [1, 2])
-        params["remote_blocks_expiry_time"] = 0.0
+        params = resigned(producer, params, remote_blocks_expiry_time=0.0)
         assert "lease" in self.load_error(consumer, params)
 
     def test_a_reference_whose_blocks_went_to_another_prompt(self, engines):
         producer, consumer = engines(), engines()
         params = producer.prefill("p", TOKENS[:8], [1, 2])
         producer.step()
-        producer.worker._worker_half.leases.done("p:1")
+        producer.worker._worker_half.leases.done(params["remote_signature"])
         producer.step()
         producer.step()
         assert "generation" in self.load_error(consumer, params)
@@ -253,9 +254,9 @@ def test_a_read_past_its_deadline_is_stopped_before_its_blocks_are_reported(engi
     assert np.array_equal(consumer.snapshot(), before)
 
 
-def give_blocks_away(producer):
+def give_blocks_away(producer, params):
     """The lease ends, and another prompt overwrites the blocks."""
-    producer.worker._worker_half.leases.done("p:1")
+    producer.worker._worker_half.leases.done(params["remote_signature"])
     producer.step()
     producer.step()
     producer.fill(99)
@@ -270,7 +271,7 @@ def read_while_the_blocks_are_given_away(engines, held):
     _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
     thread, result = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
     held.arrived.acquire()
-    give_blocks_away(producer)
+    give_blocks_away(producer, params)
     held.release.set()
     thread.join()
     return result[0], expected, consumer.positions([1, 2], 0, 7)
@@ -292,7 +293,7 @@ def test_without_the_generation_another_prompts_kv_would_be_accepted(engines, he
 def test_a_lease_that_expires_in_mid_read_is_a_failure(engines, held):
     producer, consumer = engines(connector=held), engines(connector=held, timeout=29.0, lease_seconds=1e9)
     params = producer.prefill("p", TOKENS[:8], [1, 2])
-    params["remote_blocks_expiry_time"] = 20.0
+    params = resigned(producer, params, remote_blocks_expiry_time=20.0)
     _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
     consumer.scheduler._scheduler_half.consumer.take_kept()
     thread, result = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
@@ -310,10 +311,10 @@ def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
     leases = producer.worker._worker_half.leases
     for _ in range(20):
         held.clock.advance(6.0)
-        assert leases.extend(["p:1"])
+        assert leases.extend([params["remote_signature"]])
     assert producer.step().finished_sending == frozenset()
     held.clock.advance(31.0)
-    assert not leases.extend(["p:1"])
+    assert not leases.extend([params["remote_signature"]])
     assert producer.step().finished_sending == {"p"}
     _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
     assert consumer.step(CUDAGraphMode.FULL, promises).load_errors
@@ -338,7 +339,8 @@ class TestProcesses:
     def test_a_producer_killed_in_mid_read_is_a_failure(self, engines, producer_process, held):
         consumer = engines(connector=held)
         params = producer_process.ask("prefill", "p", TOKENS[:12], [5, 2, 7])
-        _, promises = consumer.admit("d", TOKENS[:12], params | {"remote_blocks_expiry_time": 1e12}, [1, 6, 3])
+        params = producer_process.ask("resign", params, {"remote_blocks_expiry_time": 1e12})
+        _, promises = consumer.admit("d", TOKENS[:12], params, [1, 6, 3])
         thread, result = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
         held.arrived.acquire()
         producer_process.kill()
@@ -380,7 +382,7 @@ class TestGenerationsOverBothTransports:
         _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])
         thread, result = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
         arrived.wait()
-        give_blocks_away(producer)
+        give_blocks_away(producer, params)
         go_on.set()
         thread.join()
         return result[0], expected, consumer.positions([1, 2], 0, 7)

@@ -253,14 +253,6 @@ def test_a_prefill_that_ends_badly_fails_the_load(make, reason):
     assert not consumer.worker._worker_half.receiver._incoming
 
 
-def test_another_prompt_is_refused(make):
-    producer, consumer = make()
-    prefill = Prefill(producer, tokens=[7] * 13)
-    prefill.chunk(13)
-    park(consumer, decode_params(producer))
-    assert wait_received(consumer).failed_recving == {"d"}
-
-
 def test_an_abort_stops_the_producer_before_the_blocks_are_reported(make):
     producer, consumer = make()
     producer.fill(1)
@@ -379,4 +371,22 @@ def test_a_push_that_stalls_past_the_deadline_of_its_step_is_stopped_at_the_prod
     prefill.finish()
     consumer.step()
     prefill.wait_end()
+    assert np.array_equal(consumer.snapshot(), before)
+
+
+def test_an_announcement_for_another_prompt_gets_nothing_of_a_transfer_of_the_same_id(make, monkeypatch):
+    monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())
+    producer, consumer = make({"connector": OnVirtualTime}, connector=OnVirtualTime)
+    producer.fill(1)
+    consumer.fill(2)
+    before = consumer.snapshot()
+    park(consumer, decode_params(producer))
+    assert not consumer.step().finished_recving
+    wait_for(lambda: producer.worker._worker_half.sender._early)
+    prefill = Prefill(producer, tokens=[7] * 13)
+    prefill.chunk(13)
+    assert prefill.finish()[0]
+    OnVirtualTime.clock.advance(29.0)
+    OnVirtualTime.clock.advance(2.0)
+    assert wait_received(consumer).failed_recving == {"d"}
     assert np.array_equal(consumer.snapshot(), before)

@@ -82,7 +82,7 @@ def test_bytes_that_are_no_message_cost_the_peer_its_connection_and_nothing_else
     assert_serves(engine_id)
 
 
-@pytest.mark.parametrize("message", [Heartbeat(request_ids=["x"]), Done(request_id="x"), Refused(reason="no"), Leases(expiry={})])
+@pytest.mark.parametrize("message", [Heartbeat(signatures=["x"]), Done(signature="x"), Refused(reason="no"), Leases(expiry={})])
 def test_a_message_out_of_turn_is_refused(served, message):
     engine_id, _, _ = served
     channel = connect(engine_id)
@@ -129,12 +129,12 @@ def test_a_message_may_arrive_in_pieces(served):
 
 def test_heartbeats_and_notices_reach_the_leases(served):
     engine_id, _, leases = served
-    leases.grant("kept")
+    leases.grant("kept", "a request")
     channel = connect(engine_id)
     channel.send(HELLO)
     receive(channel)
-    channel.send(Done(request_id="kept"))
-    channel.send(Heartbeat(request_ids=["kept", "never"]))
+    channel.send(Done(signature="kept"))
+    channel.send(Heartbeat(signatures=["kept", "never"]))
     assert receive(channel) == Leases(expiry={})
     assert leases.take_ended() == {"kept"}
     channel.close()

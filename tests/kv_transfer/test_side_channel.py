@@ -111,7 +111,7 @@ def test_bytes_that_are_no_message_are_refused_and_the_channel_lives_on(side, fr
     dealer.close()
 
 
-@pytest.mark.parametrize("message", [Heartbeat(request_ids=["x"]), Done(request_id="x"), Leases(expiry={}), Cancel(transfer_id="t", nonce=1)])
+@pytest.mark.parametrize("message", [Heartbeat(signatures=["x"]), Done(signature="x"), Leases(expiry={}), Cancel(transfer_id="t", nonce=1)])
 def test_a_message_before_the_introduction_is_refused(side, message):
     dealer = side.raw()
     dealer.send(encode(message))
@@ -122,7 +122,7 @@ def test_a_message_before_the_introduction_is_refused(side, message):
 def test_a_message_for_another_mode_is_refused_and_asks_for_a_new_introduction(side):
     _, connection = side.introduce()
     connection.send(Pushed(transfer_id="t", nonce=1, layer=0, start=0, stop=4))
-    connection.send(Heartbeat(request_ids=["x"]))
+    connection.send(Heartbeat(signatures=["x"]))
     with pytest.raises(KVTransferError, match="in time"):
         connection.receive(0.2, lambda: False)
     assert side.desk.malformed == 2
@@ -136,13 +136,13 @@ def test_a_message_beyond_the_limit_costs_the_peer_its_connection(side):
 
 
 def test_heartbeats_and_notices_reach_the_leases(side):
-    side.leases.grant("kept")
+    side.leases.grant("kept", "a request")
     _, connection = side.introduce()
-    connection.send(Heartbeat(request_ids=["kept", "never"]))
+    connection.send(Heartbeat(signatures=["kept", "never"]))
     answer = connection.receive(10.0, lambda: False)
     assert set(answer.expiry) == {"kept"}
-    connection.send(Done(request_id="kept"))
-    connection.send(Heartbeat(request_ids=["kept"]))
+    connection.send(Done(signature="kept"))
+    connection.send(Heartbeat(signatures=["kept"]))
     assert connection.receive(10.0, lambda: False) == Leases(expiry={})
 
 
@@ -177,7 +177,7 @@ def test_a_port_in_use_is_a_config_error(side):
 def test_nobody_there_is_noticed_at_once(side):
     connection = side.connect(PeerAddress(side.engine_id, 0, "127.0.0.1", 1))
     with pytest.raises(KVTransferError, match="cannot be reached"):
-        connection.send(Done(request_id="x"), timeout=30.0)
+        connection.send(Done(signature="x"), timeout=30.0)
 
 
 def test_a_peer_that_ends_is_noticed(side):
@@ -250,7 +250,7 @@ def test_many_sessions_are_forgotten_oldest_first(side, monkeypatch):
     monkeypatch.setattr("interlock.kv_transfer.transports.zmq_link._MAX_SESSIONS", 3)
     connections = [side.introduce()[1] for _ in range(5)]
     assert len(side.desk._introduced) == 3
-    connections[0].send(Heartbeat(request_ids=[]))
+    connections[0].send(Heartbeat(signatures=[]))
     with contextlib.suppress(KVTransferError):
         connections[0].receive(0.1, lambda: False)
     assert side.desk.malformed == 1

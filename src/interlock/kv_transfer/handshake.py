@@ -12,9 +12,9 @@ import msgspec
 
 from interlock.core.config import KVCacheConfig
 from interlock.core.errors import KVTransferError, PeerMismatchError
-from interlock.kv_transfer.references import MAX_EPOCH
+from interlock.kv_transfer.references import KEY_BYTES, MAX_EPOCH
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 LAYOUT = "LBKHSD"  # layer, block, key or value, head, slot, dimension
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOCKS = 1 << 16  # of one announcement
@@ -28,6 +28,7 @@ _Position = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Blocks = Annotated[list[_Position], msgspec.Meta(max_length=MAX_BLOCKS)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=NONCE_BYTES)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
 
 
 class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The engine agrees. layer_offsets: bytes from the pool's start.
+    """The engine agrees. layer_offsets: bytes from the pool's start; key: which it signs the references of this life with.
 
     Shared memory: two descriptors come with it, the pool and its control page. NIXL: `agent` is the agent's metadata, and the two
     segments stand at these addresses of the engine.
@@ -83,6 +84,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     agent: Annotated[bytes, msgspec.Meta(max_length=1 << 19)] = b""
     pool_address: _Address = 0
     control_address: _Address = 0
+    key: _Key = b""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -92,9 +94,9 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """The consumer still wants the blocks of these leases (`remote_request_id`)."""
+    """The consumer still wants the blocks of these leases. Their references' signatures name them, so only who holds a reference can."""
 
-    request_ids: Annotated[list[_Text], msgspec.Meta(max_length=4096)]
+    signatures: Annotated[list[_Text], msgspec.Meta(max_length=4096)]
 
 
 class Leases(msgspec.Struct, frozen=True, kw_only=True, tag="leases"):
@@ -104,16 +106,16 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True, tag="leases"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """The consumer needs the blocks of this lease no longer. Not answered."""
+    """The consumer needs the blocks of this lease (its reference's signature) no longer. Not answered."""
 
-    request_id: _Text
+    signature: _Text
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
     """WRITE mode: a consumer has allocated blocks for positions [start, stop) of `transfer_id` and wants them filled.
 
     nonce: names this announcement, never used again; what is pushed carries it. engine_id, rank, epoch, host, port: where the blocks
-    are. block_ids: the first holds position `start`. token_digest: of tokens [0, stop).
+    are. block_ids: the first holds position `start`. num_tokens, token_digest: of the whole prompt that the producer computes.
     """
 
     transfer_id: _Text
@@ -126,6 +128,7 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
     start: _Position
     stop: _Position
     block_ids: _Blocks
+    num_tokens: _Size
     token_digest: _Text
 
 

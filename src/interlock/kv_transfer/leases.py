@@ -13,7 +13,8 @@ _REMEMBERED_NOTICES = 4096
 
 
 class LeaseTable:
-    """The leases of one producer, by id. Consumers' notices come in on another thread than the engine's steps.
+    """The leases of one producer, by id: the signature of the reference, which nobody guesses. Consumers' notices come in on another
+    thread than the engine's steps.
 
     A notice may overtake the step that grants its lease; it is remembered (the last 4096) and ends the lease when it is granted.
     """
@@ -25,17 +26,19 @@ class LeaseTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._expiry: dict[str, float] = {}
+        self._owners: dict[str, str] = {}
         self._ended: set[str] = set()
         self._early: OrderedDict[str, None] = OrderedDict()
 
-    def grant(self, lease_id: str) -> None:
-        """A lease begins; it runs for `duration` seconds."""
+    def grant(self, lease_id: str, request_id: str) -> None:
+        """A lease of a request's blocks begins; it runs for `duration` seconds."""
         with self._lock:
             if lease_id in self._early:
                 del self._early[lease_id]
                 self._ended.add(lease_id)
             else:
                 self._expiry[lease_id] = self._clock.now() + self.duration
+                self._owners[lease_id] = request_id
 
     def extend(self, lease_ids: Iterable[str]) -> dict[str, float]:
         """A consumer's heartbeat: the new end of each lease that exists."""
@@ -49,6 +52,7 @@ class LeaseTable:
         """The consumer needs the blocks no longer."""
         with self._lock:
             if self._expiry.pop(lease_id, None) is not None:
+                del self._owners[lease_id]
                 self._ended.add(lease_id)
                 return
             self._early[lease_id] = None
@@ -61,7 +65,7 @@ class LeaseTable:
         with self._lock:
             now = self._clock.now()
             for lease_id in [i for i, expiry in self._expiry.items() if expiry <= now]:
-                logger.warning("lease %r expired after %g s without a word from its consumer", lease_id, self.duration)
+                logger.warning("the lease of request %r expired: %g s without a word from its consumer", self._owners.pop(lease_id), self.duration)
                 del self._expiry[lease_id]
                 self._ended.add(lease_id)
                 self.expired += 1

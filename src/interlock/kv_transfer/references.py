@@ -1,20 +1,24 @@
 """References to KV that another engine holds, and how they travel in `kv_transfer_params` (vLLM's NIXL shape).
 
-Those parameters pass through clients and proxies, so everything in them is checked before it is used.
+Those parameters pass through clients and proxies, so everything in them is checked before it is used. What binds a reference together is
+its signature, made with a key that the producer draws for its life and tells peers, never clients: nothing is read, kept or given back
+for a reference that was altered.
 """
 
 import hashlib
+import hmac
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from interlock.core.errors import RequestError
+from interlock.core.errors import KVTransferError, RequestError
 
 MAX_EPOCH = 2**53 - 1  # JSON readers keep integers exact up to here
+KEY_BYTES = 32
 _ENGINE_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -30,7 +34,10 @@ class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
     name for the lease; host, port: where its side channel listens, None for an engine of this host that is found by its id.
 
     push: the producer writes these positions into our blocks, under the transfer id `request_id`; there are no blocks to read then
-    (they may not be computed yet), `num_tokens` is the prompt's length, and `epoch` is 0.
+    (they may not be computed yet), `num_tokens` is the length of the producer's prompt, `token_digest` that of all of it, and `epoch` is 0.
+
+    signature: see `sign`; "" if the client sent both requests at once, so that the producer had not answered yet. key: what makes the
+    reference the same one when it comes twice; two that differ in anything are two.
     """
 
     engine_id: str
@@ -46,11 +53,17 @@ class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     port: int | None = None
     push: bool = False
+    signature: str = ""
+    key: str = ""
 
-    @property
-    def key(self) -> tuple[str, int, str]:
-        """What makes the reference the same one when it comes twice."""
-        return self.engine_id, self.epoch, self.request_id
+
+class TransferName(NamedTuple):
+    """A WRITE hand-off: the id that the client gave both requests, and the prompt (its length and digest) that both engines were sent.
+    So a transfer id that somebody guessed meets nobody else's prompt."""
+
+    transfer_id: str
+    num_tokens: int
+    token_digest: str
 
 
 class _ProducerParams(msgspec.Struct, kw_only=True):
@@ -65,6 +78,7 @@ class _ProducerParams(msgspec.Struct, kw_only=True):
     remote_block_generations: list[_Stamp]
     remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     remote_epoch: Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
+    remote_signature: _Text
     remote_rank: _Count = 0
     remote_host: _Text | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
@@ -79,28 +93,8 @@ class _PushParams(msgspec.Struct, kw_only=True):
     remote_host: _Text | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-
-
-class _TransferId(msgspec.Struct, kw_only=True):
-    transfer_id: _Text | None = None
-
-
-def transfer_id_of(params: Mapping[str, Any] | None) -> str | None:
-    """The `transfer_id` of a WRITE hand-off, or None. Raises RequestError for one that cannot be used."""
-    try:
-        return msgspec.convert(dict(params or {}), _TransferId).transfer_id
-    except msgspec.ValidationError as error:
-        raise RequestError(f"kv_transfer_params cannot be used: {error}; transfer_id is a text of up to 256 characters") from None
-
-
-def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether the request asks that its KV be kept for a decode engine."""
-    return params is not None and params.get("do_remote_decode") is True
-
-
-def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
-    """Whether the request brings a reference to KV of a prefill engine."""
-    return params is not None and params.get("do_remote_prefill") is True
+    remote_token_digest: _Text | None = None
+    remote_signature: _Text | None = None
 
 
 def to_params(reference: RemoteReference) -> dict[str, Any]:
@@ -123,6 +117,7 @@ def to_params(reference: RemoteReference) -> dict[str, Any]:
         "remote_epoch": reference.epoch,
         "remote_block_generations": list(reference.generations),
         "remote_block_size": reference.block_size,
+        "remote_signature": reference.signature,
     }
 
 
@@ -149,7 +144,7 @@ def from_params(params: Mapping[str, Any]) -> RemoteReference:
         )
     if not math.isfinite(fields.remote_blocks_expiry_time):
         raise RequestError(f"kv_transfer_params.remote_blocks_expiry_time is {fields.remote_blocks_expiry_time}, expected a finite number of seconds")
-    return RemoteReference(
+    return _with_key(
         engine_id=fields.remote_engine_id,
         rank=fields.remote_rank,
         epoch=fields.remote_epoch,
@@ -162,6 +157,7 @@ def from_params(params: Mapping[str, Any]) -> RemoteReference:
         expiry=fields.remote_blocks_expiry_time,
         host=fields.remote_host,
         port=fields.remote_port,
+        signature=fields.remote_signature,
     )
 
 
@@ -178,7 +174,11 @@ def push_from_params(params: Mapping[str, Any], token_ids: Sequence[int]) -> Rem
             f"kv_transfer_params.remote_num_tokens is {fields.remote_num_tokens}, but the request has {len(token_ids)} tokens; "
             "send the decode engine the prompt that the prefill engine got"
         )
-    return RemoteReference(
+    num_tokens = fields.remote_num_tokens or len(token_ids)
+    digest = token_digest(token_ids[:num_tokens])
+    if fields.remote_token_digest not in (None, digest):
+        raise _other_prompt(fields.remote_token_digest, num_tokens, digest)
+    return _with_key(
         engine_id=fields.remote_engine_id,
         rank=fields.remote_rank,
         epoch=0,
@@ -186,12 +186,13 @@ def push_from_params(params: Mapping[str, Any], token_ids: Sequence[int]) -> Rem
         block_ids=(),
         generations=(),
         block_size=0,
-        num_tokens=fields.remote_num_tokens or len(token_ids),
-        token_digest="",
+        num_tokens=num_tokens,
+        token_digest=digest,
         expiry=math.inf,
         host=fields.remote_host,
         port=fields.remote_port,
         push=True,
+        signature=fields.remote_signature or "",
     )
 
 
@@ -204,10 +205,33 @@ def check_tokens(reference: RemoteReference, token_ids: Sequence[int]) -> None:
         )
     digest = token_digest(token_ids[: reference.num_tokens])
     if digest != reference.token_digest:
-        raise RequestError(
-            f"kv_transfer_params.remote_token_digest is {reference.token_digest!r}, that of the request's first {reference.num_tokens} tokens is "
-            f"{digest!r}; send the decode engine the prompt that the prefill engine got"
+        raise _other_prompt(reference.token_digest, reference.num_tokens, digest)
+
+
+def sign(key: bytes, reference: RemoteReference) -> str:
+    """HMAC-SHA256, in hex, of all that a reference says (of a push: of what both engines know before it begins). It also names the lease.
+
+    key: the producer's, `KEY_BYTES` of them.
+    """
+    said = msgspec.structs.replace(reference, signature="", key="")
+    if said.push:
+        said = msgspec.structs.replace(said, epoch=0, block_ids=(), generations=(), block_size=0, expiry=0.0, host=None, port=None)
+    return hmac.new(key, b"interlock reference|" + msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()
+
+
+def verify(key: bytes, reference: RemoteReference) -> str:
+    """The name of the reference's lease. Raises KVTransferError unless the reference is what the owner of `key` has signed."""
+    signature = sign(key, reference)
+    if len(key) != KEY_BYTES:
+        raise KVTransferError(f"engine {reference.engine_id!r} gave a key of {len(key)} bytes, expected {KEY_BYTES}")
+    if reference.push and not reference.signature:
+        return signature
+    if not hmac.compare_digest(reference.signature.encode(), signature.encode()):
+        raise KVTransferError(
+            f"the kv_transfer_params of request {reference.request_id!r} were altered: remote_signature is not what engine "
+            f"{reference.engine_id!r} gives for the other fields; pass the object that the prefill engine returned unchanged"
         )
+    return signature
 
 
 def token_digest(token_ids: Sequence[int]) -> str:
@@ -218,3 +242,15 @@ def token_digest(token_ids: Sequence[int]) -> str:
 def valid_engine_id(engine_id: str) -> bool:
     """Whether `engine_id` may name an engine: it becomes part of an address."""
     return _ENGINE_ID.fullmatch(engine_id) is not None
+
+
+def _with_key(**fields: Any) -> RemoteReference:
+    reference = RemoteReference(**fields)
+    return msgspec.structs.replace(reference, key=hashlib.sha256(msgspec.msgpack.encode(reference)).hexdigest())
+
+
+def _other_prompt(given: str | None, num_tokens: int, digest: str) -> RequestError:
+    return RequestError(
+        f"kv_transfer_params.remote_token_digest is {given!r}, that of the request's first {num_tokens} tokens is {digest!r}; "
+        "send the decode engine the prompt that the prefill engine got"
+    )

@@ -8,19 +8,16 @@ from interlock.core.config import KVCacheConfig
 from interlock.core.step import LoadPromise, SchedulerOutput
 from interlock.kv_transfer.connector import ConnectorRequest
 from interlock.kv_transfer.connectors.peer_messages import PeerLoad
-from interlock.kv_transfer.references import RemoteReference, check_tokens, from_params, push_from_params, token_digest
+from interlock.kv_transfer.references import RemoteReference, check_tokens, from_params, push_from_params
 
 _REMEMBERED_REFERENCES = 65536
 _ASSUMED_BYTES_PER_SECOND = 1e9  # before the first load was measured
-
-_Key = tuple[str, int, str]
 
 
 @dataclass(slots=True)
 class _Wanted:
     reference: RemoteReference
     parked: bool = False
-    digest: str = ""
     promise: LoadPromise | None = None
     started: bool = False
 
@@ -38,8 +35,8 @@ class PeerConsumer:
         self._max_sync_load_seconds = max_sync_load_seconds
         self._push = push
         self._wanted: dict[str, _Wanted] = {}
-        self._users: Counter[_Key] = Counter()
-        self._used: OrderedDict[_Key, None] = OrderedDict()
+        self._users: Counter[str] = Counter()
+        self._used: OrderedDict[str, None] = OrderedDict()
         self._allocated: list[str] = []
         self._kept: list[RemoteReference] = []
         self._released: list[RemoteReference] = []
@@ -78,7 +75,6 @@ class PeerConsumer:
         stop = start + num_external_tokens
         wanted.parked = self._parks(num_external_tokens)
         wanted.promise = LoadPromise(request.request_id, start, stop, tuple(block_ids[start // size : -(-stop // size)]))
-        wanted.digest = token_digest(request.all_token_ids[:stop]) if self._push else ""
         self._allocated.append(request.request_id)
 
     def finished(self, request_id: str) -> None:
@@ -118,7 +114,7 @@ class PeerConsumer:
             wanted.started = True
             reference = wanted.reference
             void = f"the reference to request {reference.request_id!r} was used before" if reference.key in self._used else None
-            loads.append(PeerLoad(promise, reference, void, wanted.parked, wanted.digest))
+            loads.append(PeerLoad(promise, reference, void, wanted.parked))
         self._allocated.clear()
         return tuple(loads)
 

@@ -3,67 +3,75 @@
 from dataclasses import dataclass
 
 from interlock.core.step import LoadPromise
-from interlock.kv_transfer.references import RemoteReference
+from interlock.kv_transfer.references import RemoteReference, TransferName
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
     """Positions to be filled from what a reference stands for. `void`: why it must not be read; it then fails with that cause.
 
-    parked: the request waits outside the steps for it. token_digest: of tokens [0, promise.stop), where the producer pushes.
+    parked: the request waits outside the steps for it.
     """
 
     promise: LoadPromise
     reference: RemoteReference
     void: str | None = None
     parked: bool = False
-    token_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PushChunk:
     """WRITE mode: positions [start, stop) of a transfer have KV once the `written` timelines have reached `stamp`.
 
-    block_ids: all blocks of the request up to `stop`, from position 0; generations: theirs. token_ids: the request's prompt.
+    block_ids: all blocks of the request up to `stop`, from position 0; generations: theirs.
     """
 
-    transfer_id: str
+    transfer: TransferName
     start: int
     stop: int
     stamp: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks of our request `request_id` are kept for who holds the reference with this signature. transfer: if they are pushed."""
+
+    signature: str
+    request_id: str
+    transfer: TransferName | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMetadata:
     """Scheduler half → worker half, with every step.
 
-    loads: this step's reads; leases: that begin, each as its id and our request whose blocks are kept; generations: new ones, by
-    block; kept: references whose leases are to be extended; released: references that are needed no longer; cancelled: requests that
-    wait for their load no longer. chunks: to be pushed; withdrawn: transfers whose blocks are given up for now; ended: transfers that
-    will never be complete, each with the cause.
+    loads: this step's reads; leases: that begin; generations: new ones, by block; kept: references whose leases are to be extended;
+    released: references that are needed no longer; cancelled: requests that wait for their load no longer. chunks: to be pushed;
+    withdrawn: transfers whose blocks are given up for now; ended: transfers that will never be complete, each with the cause.
     """
 
     loads: tuple[PeerLoad, ...] = ()
-    leases: tuple[tuple[str, str], ...] = ()
+    leases: tuple[Lease, ...] = ()
     generations: tuple[tuple[int, int], ...] = ()
     kept: tuple[RemoteReference, ...] = ()
     released: tuple[RemoteReference, ...] = ()
     cancelled: tuple[str, ...] = ()
     chunks: tuple[PushChunk, ...] = ()
-    withdrawn: tuple[str, ...] = ()
-    ended: tuple[tuple[str, str], ...] = ()
+    withdrawn: tuple[TransferName, ...] = ()
+    ended: tuple[tuple[TransferName, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PeerWorkerMeta:
-    """Worker half → scheduler half, with every step. epoch: this life of our pool, None if we hand nothing over; host, port: of its
-    side channel; ended_loads: requests whose reads have ended, well or not; bytes_per_second: as measured, None before the first."""
+    """Worker half → scheduler half, with every step. epoch: this life of our pool, None if we hand nothing over; key: which references of
+    this life are signed with; host, port: of its side channel; ended_loads: requests whose reads have ended, well or not;
+    bytes_per_second: as measured, None before the first."""
 
     epoch: int | None
     ended_loads: frozenset[str] = frozenset()
     host: str | None = None
     port: int | None = None
+    key: bytes = b""
     bytes_per_second: float | None = None

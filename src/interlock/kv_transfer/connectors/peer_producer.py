@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from interlock.core.config import KVCacheConfig
 from interlock.core.errors import RequestError
 from interlock.core.step import SchedulerOutput
 from interlock.kv_transfer.connector import ConnectorRequest
-from interlock.kv_transfer.connectors.peer_messages import PushChunk
-from interlock.kv_transfer.references import RemoteReference, to_params, token_digest, transfer_id_of
+from interlock.kv_transfer.connectors.peer_messages import Lease, PushChunk
+from interlock.kv_transfer.references import RemoteReference, TransferName, sign, to_params, token_digest
+from interlock.kv_transfer.transfer_params import transfer_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ _MAX_ID = 200  # characters of a request id that go into a lease id
 class _Push:
     """A request whose KV is pushed. blocks: that others may be reading; stop: positions announced to the worker half so far."""
 
-    transfer_id: str
+    name: TransferName
     request: ConnectorRequest
     blocks: tuple[int, ...] = ()
     stop: int = 0
@@ -38,31 +40,40 @@ class PeerProducer:
         self._lease_seconds = lease_seconds
         self._push = push
         self._epoch: int | None = None
+        self._key = b""
         self._host: str | None = None
         self._port: int | None = None
         self._leases: dict[str, tuple[int, ...]] = {}
+        self._leased_names: dict[str, TransferName] = {}
         self._pushes: dict[str, _Push] = {}
         self._holders = np.zeros(config.num_blocks, np.int64)
         self._generations = np.zeros(config.num_blocks, np.int64)
-        self._granted: list[tuple[str, str]] = []
+        self._granted: list[Lease] = []
         self._num_leases = 0
         self._changed: dict[int, int] = {}
         self._chunks: list[PushChunk] = []
-        self._withdrawn: list[str] = []
-        self._ended: list[tuple[str, str]] = []
+        self._withdrawn: list[TransferName] = []
+        self._ended: list[tuple[TransferName, str]] = []
 
-    def learn(self, epoch: int | None, host: str | None, port: int | None) -> None:
+    def learn(self, epoch: int | None, key: bytes, host: str | None, port: int | None) -> None:
         """The worker half has registered the pool."""
-        self._epoch, self._host, self._port = epoch, host, port
+        self._epoch, self._key, self._host, self._port = epoch, key, host, port
 
     def add(self, request: ConnectorRequest) -> None:
-        """A request whose KV another engine wants. Raises RequestError for a transfer id that is in use."""
+        """A request whose KV another engine wants. Raises RequestError for a transfer id that is in use for this prompt."""
         transfer_id = transfer_id_of(request.kv_transfer_params)
         if not self._push:
             return
-        if transfer_id is not None and any(push.transfer_id == transfer_id for push in self._pushes.values()):
-            raise RequestError(f"kv_transfer_params.transfer_id is {transfer_id!r}, which a request that has not ended uses already")
-        self._pushes[request.request_id] = _Push(transfer_id or self._new_id(request), request)
+        digest = token_digest(request.all_token_ids[: request.num_prompt_tokens])
+        name = TransferName(transfer_id or self._new_id(request), request.num_prompt_tokens, digest)
+        used = {push.name for push in self._pushes.values()} | set(self._leased_names.values())
+        while name in used and transfer_id is None:
+            name = name._replace(transfer_id=self._new_id(request))
+        if name in used:
+            raise RequestError(
+                f"kv_transfer_params.transfer_id is {transfer_id!r}, which a request of the same prompt uses already, whose KV is not handed over yet"
+            )
+        self._pushes[request.request_id] = _Push(name, request)
 
     def plan(self, output: SchedulerOutput) -> None:
         """Note what the step computes of the requests that are pushed. What the step itself loads is pushed later, once it has landed."""
@@ -78,8 +89,8 @@ class PeerProducer:
         """The request gives its blocks up; it will be computed again."""
         push = self._pushes.get(request.request_id)
         if push is not None and push.stop:
-            self._withdrawn.append(push.transfer_id)
-            self._chunks = [chunk for chunk in self._chunks if chunk.transfer_id != push.transfer_id]
+            self._withdrawn.append(push.name)
+            self._chunks = [chunk for chunk in self._chunks if chunk.transfer != push.name]
             self._let_go(push.blocks)
             push.blocks, push.stop = (), 0
 
@@ -98,45 +109,46 @@ class PeerProducer:
             self.refuse(request, "the prompt was not handed over")
             return None
         push = self._pushes.pop(request.request_id, None)
-        lease_id = push.transfer_id if push is not None else self._new_id(request)
         self._leases[request.request_id] = blocks
         self._holders[list(blocks)] += 1
-        self._granted.append((lease_id, request.request_id))
         if push is not None:
+            self._leased_names[request.request_id] = push.name
             self._note(push, num_tokens, 0)
             self._let_go(push.blocks)
-        return to_params(
-            RemoteReference(
-                engine_id=self._engine_id,
-                rank=0,
-                epoch=self._epoch,
-                request_id=lease_id,
-                block_ids=blocks,
-                generations=tuple(self._generations[list(blocks)].tolist()),
-                block_size=self._block_size,
-                num_tokens=num_tokens,
-                token_digest=token_digest(request.all_token_ids[:num_tokens]),
-                expiry=now + self._lease_seconds,
-                host=self._host,
-                port=self._port,
-                push=self._push,
-            )
+        reference = RemoteReference(
+            engine_id=self._engine_id,
+            rank=0,
+            epoch=self._epoch,
+            request_id=push.name.transfer_id if push is not None else self._new_id(request),
+            block_ids=blocks,
+            generations=tuple(self._generations[list(blocks)].tolist()),
+            block_size=self._block_size,
+            num_tokens=num_tokens,
+            token_digest=token_digest(request.all_token_ids[:num_tokens]),
+            expiry=now + self._lease_seconds,
+            host=self._host,
+            port=self._port,
+            push=self._push,
         )
+        reference = msgspec.structs.replace(reference, signature=sign(self._key, reference))
+        self._granted.append(Lease(reference.signature, request.request_id, push.name if push is not None else None))
+        return to_params(reference)
 
     def refuse(self, request: ConnectorRequest, cause: str) -> None:
         """The request has ended otherwise: nothing more of it is pushed."""
         push = self._pushes.pop(request.request_id, None)
         if push is not None:
-            self._chunks = [chunk for chunk in self._chunks if chunk.transfer_id != push.transfer_id]
-            self._ended.append((push.transfer_id, cause))
+            self._chunks = [chunk for chunk in self._chunks if chunk.transfer != push.name]
+            self._ended.append((push.name, cause))
             self._let_go(push.blocks)
 
     def end(self, request_id: str) -> None:
         """A lease has ended; reports for unknown requests are ignored."""
+        self._leased_names.pop(request_id, None)
         self._let_go(self._leases.pop(request_id, ()))
 
-    def take_granted(self) -> tuple[tuple[str, str], ...]:
-        """Leases that began since the last call: their ids, and our requests."""
+    def take_granted(self) -> tuple[Lease, ...]:
+        """Leases that began since the last call."""
         granted, self._granted = tuple(self._granted), []
         return granted
 
@@ -150,12 +162,12 @@ class PeerProducer:
         chunks, self._chunks = tuple(self._chunks), []
         return chunks
 
-    def take_withdrawn(self) -> tuple[str, ...]:
+    def take_withdrawn(self) -> tuple[TransferName, ...]:
         """Transfers whose blocks are given up for now, since the last call."""
         withdrawn, self._withdrawn = tuple(self._withdrawn), []
         return withdrawn
 
-    def take_refused(self) -> tuple[tuple[str, str], ...]:
+    def take_refused(self) -> tuple[tuple[TransferName, str], ...]:
         """Transfers that will never be complete, since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
@@ -178,8 +190,7 @@ class PeerProducer:
         self._holders[list(set(blocks) - set(push.blocks))] += 1
         self._let_go(tuple(set(push.blocks) - set(blocks)))
         generations = tuple(self._generations[list(blocks)].tolist())
-        prompt = tuple(push.request.all_token_ids[: push.request.num_prompt_tokens])
-        self._chunks.append(PushChunk(push.transfer_id, push.stop, stop, stamp, blocks, generations, prompt))
+        self._chunks.append(PushChunk(push.name, push.stop, stop, stamp, blocks, generations))
         push.blocks, push.stop = blocks, stop
 
     def _let_go(self, blocks: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from interlock.kv_transfer.connector import ConnectorRequest
 from interlock.kv_transfer.connectors.peer_consumer import PeerConsumer
 from interlock.kv_transfer.connectors.peer_messages import PeerMetadata, PeerWorkerMeta
 from interlock.kv_transfer.connectors.peer_producer import PeerProducer
-from interlock.kv_transfer.references import wants_remote_decode, wants_remote_prefill
+from interlock.kv_transfer.transfer_params import check_mode, wants_remote_decode, wants_remote_prefill
 
 
 class PeerSchedulerHalf:
@@ -22,6 +22,7 @@ class PeerSchedulerHalf:
         self.consumer = PeerConsumer(config, max_sync_load_seconds, push)
         self.producer = PeerProducer(transfer.engine_id, config, lease_seconds, push)
         self._transfer = transfer
+        self._push = push
 
     def on_new_request(self, request: ConnectorRequest) -> None:
         """Raises RequestError for hand-off parameters that cannot be used."""
@@ -31,6 +32,8 @@ class PeerSchedulerHalf:
             raise RequestError(f"kv_transfer_params asks for a remote prefill, but this engine's kv_role is {self._transfer.kv_role!r}")
         if decode and not self._transfer.is_producer:
             raise RequestError(f"kv_transfer_params asks for a remote decode, but this engine's kv_role is {self._transfer.kv_role!r}")
+        if prefill or decode:
+            check_mode(params, push=self._push)
         if decode:
             self.producer.add(request)
         if prefill:
@@ -59,7 +62,7 @@ class PeerSchedulerHalf:
         """See `KVConnector.update_connector_output`."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PeerWorkerMeta):
-            self.producer.learn(meta.epoch, meta.host, meta.port)
+            self.producer.learn(meta.epoch, meta.key, meta.host, meta.port)
             if meta.bytes_per_second is not None:
                 self.consumer.bytes_per_second = meta.bytes_per_second
             for request_id in meta.ended_loads:

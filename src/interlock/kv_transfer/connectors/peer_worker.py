@@ -5,6 +5,8 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from interlock.core.buffer import ITEM_SIZES, Buffer
 from interlock.core.config import KVCacheConfig, KVTransferConfig
 from interlock.core.errors import KVTransferError
@@ -12,13 +14,14 @@ from interlock.core.forward_context import ForwardContext
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.connector import KVConnectorTransferResults
-from interlock.kv_transfer.connectors.peer_messages import PeerLoad, PeerMetadata, PeerWorkerMeta
+from interlock.kv_transfer.connectors.peer_messages import Lease, PeerLoad, PeerMetadata, PeerWorkerMeta
 from interlock.kv_transfer.connectors.peer_options import PeerOptions
 from interlock.kv_transfer.connectors.push_receiver import PushReceiver
 from interlock.kv_transfer.connectors.push_sender import PushSender
 from interlock.kv_transfer.handshake import Pushed, PushEnded, describe_pool
 from interlock.kv_transfer.leases import LeaseTable
 from interlock.kv_transfer.ledger import Ledger
+from interlock.kv_transfer.references import KEY_BYTES
 from interlock.kv_transfer.transports.copy_worker import CopyWorker, LedgerTarget, LoadTarget, ParkedTarget, PoolShape, Read, ReadJob
 from interlock.kv_transfer.transports.desk import PeerDesk, hello
 from interlock.kv_transfer.transports.peer_client import PeerPools
@@ -79,7 +82,7 @@ class ConsumerWorker:
                     target.end_layer(layer, load.void)
             elif load.reference.push:
                 if self._receiver is not None:
-                    self._receiver.submit(key, load.promise, load.reference, target, load.token_digest)
+                    self._receiver.submit(key, load.promise, load.reference, target)
             elif load.parked:
                 self._parked_worker.submit(ReadJob(key, [Read(load.promise, load.reference, target)]))
 
@@ -145,6 +148,7 @@ class PeerWorkerHalf:
         self.consumer: ConsumerWorker | None = None
         self.leases = LeaseTable(clock, options.lease_seconds)
         self.epoch = 1 + secrets.randbelow(2**52)
+        self.key = secrets.token_bytes(KEY_BYTES)
         self.desk: PeerDesk | None = None
         self.pools: PeerPools | None = None
         self.sender: PushSender | None = None
@@ -159,7 +163,7 @@ class PeerWorkerHalf:
         self._written: Timelines | None = None
         self._control: ControlSegment | None = None
         self._closers: list[Callable[[], None]] = [self._transport.close]
-        self._leased: dict[str, str] = {}
+        self._leased: dict[str, Lease] = {}
         self._ending: set[str] = set()
         self._reported: dict[str, int] = {}
 
@@ -184,14 +188,14 @@ class PeerWorkerHalf:
         overwrites the block."""
         if self.sender is not None:
             self.sender.withdraw(metadata.withdrawn)
-            for transfer_id, reason in metadata.ended:
-                self.sender.end(transfer_id, reason)
+            for transfer, reason in metadata.ended:
+                self.sender.end(transfer, reason)
         if self._control is not None:
             for block, generation in metadata.generations:
                 self._control.generations[block] = generation
-        for lease_id, request_id in metadata.leases:
-            self._leased[lease_id] = request_id
-            self.leases.grant(lease_id)
+        for lease in metadata.leases:
+            self._leased[lease.signature] = lease
+            self.leases.grant(lease.signature, lease.request_id)
         if self.consumer is not None:
             self.consumer.bind(metadata)
         if self.sender is not None:
@@ -208,20 +212,22 @@ class PeerWorkerHalf:
         received = self.consumer.take_results() if self.consumer is not None else KVConnectorTransferResults()
         ended = []
         self._ending |= self.leases.take_ended()
-        for lease_id in sorted(self._ending):
-            if self.sender is not None and self.sender.is_busy(lease_id):
-                continue  # its blocks are kept for as long as they are read
-            self._ending.discard(lease_id)
-            if self.sender is not None:
-                self.sender.end(lease_id, "the producer gave the blocks up before all were pushed")
-            ended.append(self._leased.pop(lease_id))
+        for signature in sorted(self._ending):
+            lease = self._leased[signature]
+            if self.sender is not None and lease.transfer is not None:
+                if self.sender.is_busy(lease.transfer):
+                    continue  # its blocks are kept for as long as they are read
+                self.sender.end(lease.transfer, "the producer gave the blocks up before all were pushed")
+            self._ending.discard(signature)
+            del self._leased[signature]
+            ended.append(lease.request_id)
         return dataclasses.replace(received, finished_sending=frozenset(ended))
 
     def worker_meta(self) -> PeerWorkerMeta:
         """See `KVConnector.build_connector_worker_meta`."""
         epoch = self.epoch if self._transfer.is_producer and self.desk is not None else None
         ended, speed = (self.consumer.take_ended(), self.consumer.bytes_per_second) if self.consumer is not None else (frozenset[str](), None)
-        return PeerWorkerMeta(epoch, ended, self._transport.host, self._transport.port, speed)
+        return PeerWorkerMeta(epoch, ended, self._transport.host, self._transport.port, self.key, speed)
 
     def stats(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -268,7 +274,7 @@ class PeerWorkerHalf:
             self._closers.append(self.sender.close)
         if serves:
             welcome = make_welcome(self._transfer.engine_id, self.epoch, describe_pool(config), pool.buffer.nbytes, offsets)
-            welcome = transport.describe(welcome)
+            welcome = msgspec.structs.replace(transport.describe(welcome), key=self.key)
             pushed = self._pushed if options.push and self._transfer.is_consumer else None
             self.desk = PeerDesk(welcome, transport.kind, self.leases, secret=secret, pushes=self.sender, pushed=pushed)
             self._closers.append(transport.serve(welcome, 0, self.desk).close)

@@ -38,7 +38,6 @@ class Incoming:
     promise: LoadPromise
     reference: RemoteReference
     target: LoadTarget
-    digest: str
     landed: list[list[tuple[int, int]]]
     nonce: int = field(default_factory=lambda: secrets.randbelow(MAX_EPOCH))
     announced: bool = False
@@ -80,9 +79,9 @@ class PushReceiver:
         self._thread = threading.Thread(target=self._run, name="interlock-kv-receive", daemon=True)
         self._thread.start()
 
-    def submit(self, key: int | str, promise: LoadPromise, reference: RemoteReference, target: LoadTarget, digest: str) -> None:
-        """Have a promise filled; returns at once. digest: of tokens [0, promise.stop)."""
-        incoming = Incoming(key, promise, reference, target, digest, [[] for _ in range(self._num_layers)])
+    def submit(self, key: int | str, promise: LoadPromise, reference: RemoteReference, target: LoadTarget) -> None:
+        """Have a promise filled; returns at once."""
+        incoming = Incoming(key, promise, reference, target, [[] for _ in range(self._num_layers)])
         with self._lock:
             self._incoming[incoming.nonce] = incoming
         self._queue.put(incoming)
@@ -185,11 +184,12 @@ class PushReceiver:
             start=promise.start,
             stop=promise.stop,
             block_ids=list(promise.block_ids),
-            token_digest=incoming.digest,
+            num_tokens=incoming.reference.num_tokens,
+            token_digest=incoming.reference.token_digest,
         )
         try:
             peer = peer_of(incoming.reference)
-            self._pools.get(peer, lambda: incoming.cause is not None)
+            self._pools.get(peer, lambda: incoming.cause is not None).lease_of(incoming.reference)
         except KVTransferError as error:
             self._fail(incoming, str(error))
             return

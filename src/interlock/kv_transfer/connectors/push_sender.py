@@ -16,7 +16,7 @@ from interlock.core.errors import KVTransferError
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.connectors.peer_messages import PushChunk
 from interlock.kv_transfer.handshake import Announce, Cancel, Pushed, PushEnded, encode
-from interlock.kv_transfer.references import token_digest
+from interlock.kv_transfer.references import TransferName
 from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.copy_worker import PoolShape
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
@@ -34,8 +34,7 @@ _REMEMBERED_ENDS = 4096  # of transfers whose announcement may still come
 class _Push:
     """One transfer. sent: per layer, the positions [announced start, sent) are in place; abort: its posts are to stop."""
 
-    transfer_id: str
-    token_ids: tuple[int, ...]
+    name: TransferName
     announcement: Announce | None = None
     chunks: list[PushChunk] = field(default_factory=list)
     kept: list[PushChunk] = field(default_factory=list)
@@ -69,9 +68,9 @@ class PushSender:
         self._shape = shape
         self._num_layers = len(shape.layer_addresses)
         self._condition = threading.Condition()
-        self._pushes: dict[str, _Push] = {}
-        self._early: OrderedDict[str, Announce] = OrderedDict()
-        self._over: OrderedDict[str, str] = OrderedDict()
+        self._pushes: dict[TransferName, _Push] = {}
+        self._early: OrderedDict[TransferName, Announce] = OrderedDict()
+        self._over: OrderedDict[TransferName, str] = OrderedDict()
         self._ends: deque[tuple[Announce, str]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="interlock-kv-push", daemon=True)
@@ -79,10 +78,10 @@ class PushSender:
 
     # ---- the step's side
 
-    def withdraw(self, transfer_ids: Sequence[str]) -> None:
+    def withdraw(self, transfers: Sequence[TransferName]) -> None:
         """The blocks of these transfers are about to be given up: returns when nothing reads them any more. They will come again."""
         with self._condition:
-            pushes = [self._pushes[i] for i in transfer_ids if i in self._pushes]
+            pushes = [self._pushes[name] for name in transfers if name in self._pushes]
             for push in pushes:
                 push.stop(True)
             self._wait_idle(pushes)
@@ -96,11 +95,11 @@ class PushSender:
         """Positions that have KV, or will have it at their stamp."""
         with self._condition:
             for chunk in chunks:
-                push = self._pushes.get(chunk.transfer_id)
+                push = self._pushes.get(chunk.transfer)
                 if push is None:
-                    self._over.pop(chunk.transfer_id, None)
-                    push = self._pushes[chunk.transfer_id] = _Push(chunk.transfer_id, chunk.token_ids)
-                    early = self._early.pop(chunk.transfer_id, None)
+                    self._over.pop(chunk.transfer, None)
+                    push = self._pushes[chunk.transfer] = _Push(chunk.transfer)
+                    early = self._early.pop(chunk.transfer, None)
                     refusal = self._accept(push, early) if early is not None else None
                     if early is not None and refusal is not None:
                         self._ends.append((early, refusal))
@@ -108,23 +107,23 @@ class PushSender:
             if chunks:
                 self._condition.notify_all()
 
-    def is_busy(self, transfer_id: str) -> bool:
+    def is_busy(self, transfer: TransferName) -> bool:
         """Whether something of the transfer is under way; it is told to stop."""
         with self._condition:
-            push = self._pushes.get(transfer_id)
+            push = self._pushes.get(transfer)
             if push is None or not push.busy:
                 return False
             push.stop(True)
             return True
 
-    def end(self, transfer_id: str, reason: str | None) -> None:
+    def end(self, transfer: TransferName, reason: str | None) -> None:
         """The transfer is over; reason: why it is not complete. Returns when nothing reads its blocks any more."""
         with self._condition:
-            self._over[transfer_id] = reason or "the transfer has ended"
+            self._over[transfer] = reason or "the transfer has ended"
             while len(self._over) > _REMEMBERED_ENDS:
                 self._over.popitem(last=False)
-            push = self._pushes.pop(transfer_id, None)
-            announcement = self._early.pop(transfer_id, None) if push is None else push.announcement
+            push = self._pushes.pop(transfer, None)
+            announcement = self._early.pop(transfer, None) if push is None else push.announcement
             if push is not None:
                 push.stop(True)
                 self._wait_idle([push])
@@ -136,15 +135,18 @@ class PushSender:
 
     def announce(self, message: Announce) -> str | None:
         """See `PushBook.announce`."""
+        name = _name(message)
         with self._condition:
-            push = self._pushes.get(message.transfer_id)
+            push = self._pushes.get(name)
             if push is not None:
                 return self._accept(push, message)
-            if message.transfer_id in self._over:
-                return self._over[message.transfer_id]
-            if message.transfer_id in self._early:
-                return f"transfer {message.transfer_id!r} was announced before"
-            self._early[message.transfer_id] = message
+            if name in self._over:
+                return self._over[name]
+            if name in self._early:
+                return f"transfer {name.transfer_id!r} was announced before"
+            if any(other.transfer_id == name.transfer_id for other in self._pushes):
+                return f"the prompt of transfer {name.transfer_id!r} is another one here; send both engines the same prompt"
+            self._early[name] = message
             while len(self._early) > _MAX_EARLY:
                 self._ends.append((self._early.popitem(last=False)[1], "too many announcements of transfers that nobody has asked this engine for"))
             return None
@@ -152,11 +154,10 @@ class PushSender:
     def cancel(self, message: Cancel) -> None:
         """See `PushBook.cancel`."""
         with self._condition:
-            early = self._early.get(message.transfer_id)
-            if early is not None and early.nonce == message.nonce:
-                del self._early[message.transfer_id]
-            push = self._pushes.get(message.transfer_id)
-            if push is None or push.announcement is None or push.announcement.nonce != message.nonce:
+            for name in [name for name, early in self._early.items() if early.nonce == message.nonce]:
+                del self._early[name]
+            push = next((push for push in self._pushes.values() if push.announcement and push.announcement.nonce == message.nonce), None)
+            if push is None:
                 return
             push.stop(True)
             self._wait_idle([push], bounded=True)
@@ -179,9 +180,9 @@ class PushSender:
 
     def _accept(self, push: _Push, message: Announce) -> str | None:
         if push.announcement is not None:
-            return f"transfer {push.transfer_id!r} was announced before"
-        if message.stop > len(push.token_ids) or token_digest(push.token_ids[: message.stop]) != message.token_digest:
-            return f"the prompt of transfer {push.transfer_id!r} is another one here; send both engines the same prompt"
+            return f"transfer {push.name.transfer_id!r} was announced before"
+        if message.stop > push.name.num_tokens:
+            return f"positions up to {message.stop} of transfer {push.name.transfer_id!r} were announced, its prompt has {push.name.num_tokens}"
         push.announcement = message
         push.stop(False)
         push.chunks = push.kept + push.chunks
@@ -193,7 +194,7 @@ class PushSender:
     def _wait_idle(self, pushes: Sequence[_Push], *, bounded: bool = False) -> None:
         """Until none of the pushes reads its blocks. For a step there is no way round it: the blocks are about to be overwritten."""
         while not self._condition.wait_for(lambda: not any(push.busy for push in pushes), _QUIESCENT_SECONDS):
-            message = f"a push of transfer {pushes[0].transfer_id!r} has not stopped within {_QUIESCENT_SECONDS:g} s"
+            message = f"a push of transfer {pushes[0].name.transfer_id!r} has not stopped within {_QUIESCENT_SECONDS:g} s"
             if bounded:
                 raise KVTransferError(message)
             logger.error("%s; its peer holds it up, and the step waits", message)
@@ -249,7 +250,7 @@ class PushSender:
             push.stop(True)
             if not stopped:
                 self.failed += 1
-                logger.warning("transfer %r could not be pushed to engine %r: %s", push.transfer_id, announcement.engine_id, str(error))
+                logger.warning("transfer %r could not be pushed to engine %r: %s", push.name.transfer_id, announcement.engine_id, str(error))
                 self._tell_end(announcement, f"the producer could not push: {error}")
         if push.stopped:
             self._release(push)
@@ -266,7 +267,7 @@ class PushSender:
         if not self._transport.writes:
             blocks = slice(start // shape.block_size, -(-stop // shape.block_size))
             message = Pushed(
-                transfer_id=push.transfer_id,
+                transfer_id=push.name.transfer_id,
                 nonce=announcement.nonce,
                 layer=layer,
                 start=start,
@@ -290,7 +291,7 @@ class PushSender:
             shape.num_kv_heads,
             shape.row_bytes,
         )
-        message = Pushed(transfer_id=push.transfer_id, nonce=announcement.nonce, layer=layer, start=start, stop=stop)
+        message = Pushed(transfer_id=push.name.transfer_id, nonce=announcement.nonce, layer=layer, start=start, stop=stop)
         descriptors = offsets + np.array([pool.layer_address(layer), shape.layer_addresses[layer], 0], np.int64)
         pool.memory.post("write", descriptors, push.abort, encode(message)).wait(lambda: False)
 
@@ -301,6 +302,10 @@ class PushSender:
             logger.info("engine %r is gone; transfer %r has ended here", announcement.engine_id, announcement.transfer_id)
         except KVTransferError as error:
             logger.warning("engine %r could not be told of the end of transfer %r: %s", announcement.engine_id, announcement.transfer_id, str(error))
+
+
+def _name(announcement: Announce) -> TransferName:
+    return TransferName(announcement.transfer_id, announcement.num_tokens, announcement.token_digest)
 
 
 def _address(announcement: Announce) -> PeerAddress:

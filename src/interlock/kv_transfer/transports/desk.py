@@ -36,6 +36,7 @@ from interlock.kv_transfer.handshake import (
     prove,
 )
 from interlock.kv_transfer.leases import LeaseTable
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class PeerDesk:
         self._secret = secret
         self._pushes = pushes
         self._pushed = pushed
-        self._introduced: set[object] = set()
+        self._introduced: dict[object, str] = {}
+        self._warnings = FirstWarnings(logger)
         self._challenged: dict[object, _Challenged] = {}
 
     def answer(self, session: object, body: bytes) -> Message | None:
@@ -95,15 +97,16 @@ class PeerDesk:
                 return self._introduce(session, message)
             except PeerMismatchError as error:
                 self.refused += 1
-                logger.warning("a peer was refused: %s", str(error))
+                self._warnings.warn(f"a peer was refused: {error}")
                 return Refused(reason=f"refused by engine {self._welcome.engine_id!r}: {error}")
-        if session not in self._introduced:
+        engine_id = self._introduced.get(session)
+        if engine_id is None:
             raise KVTransferError(f"a peer sent {type(message).__name__} before it introduced itself")
-        return self._serve(message)
+        return self._serve(engine_id, message)
 
     def forget(self, session: object) -> None:
         """The session is over."""
-        self._introduced.discard(session)
+        self._introduced.pop(session, None)
         self._challenged.pop(session, None)
 
     def _introduce(self, session: object, message: Hello | Proof) -> Message:
@@ -120,20 +123,24 @@ class PeerDesk:
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 self._challenged[session] = _Challenged(message, nonce)
                 return Challenge(nonce=nonce, proof=prove(self._secret, "server", message.nonce, nonce, self._welcome.engine_id))
+            introduced = message
         else:
             asked = self._challenged.pop(session, None)
             if asked is None or self._secret is None:
                 raise KVTransferError("a peer sent a proof that nobody asked for")
             check_proof(message.proof, self._secret, "client", asked.nonce, asked.hello.nonce, asked.hello.engine_id)
-        self._introduced.add(session)
+            introduced = asked.hello
+        self._introduced[session] = introduced.engine_id
         return self._welcome
 
-    def _serve(self, message: Message) -> Message | None:
+    def _serve(self, engine_id: str, message: Message) -> Message | None:
         if isinstance(message, Heartbeat):
-            return Leases(expiry=self._leases.extend(message.request_ids))
+            return Leases(expiry=self._leases.extend(message.signatures))
         if isinstance(message, Done):
-            self._leases.done(message.request_id)
+            self._leases.done(message.signature)
         elif isinstance(message, Announce) and self._pushes is not None:
+            if message.engine_id != engine_id:
+                raise KVTransferError(f"engine {engine_id!r} announced blocks of engine {message.engine_id!r}, expected its own")
             return Announced(refusal=self._pushes.announce(message))
         elif isinstance(message, Cancel) and self._pushes is not None:
             self._pushes.cancel(message)

@@ -1,5 +1,6 @@
 """The peers of an engine, over whatever transport: connections, their pools, exchanges of messages, notices and heartbeats."""
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -13,9 +14,10 @@ from interlock.core.buffer import ITEM_SIZES
 from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.handshake import Done, Heartbeat, Hello, Leases, Message, Welcome, check_pool
-from interlock.kv_transfer.references import RemoteReference
+from interlock.kv_transfer.references import RemoteReference, verify
 from interlock.kv_transfer.transports.desk import introduce
-from interlock.kv_transfer.transports.transport import PeerAddress, Transport
+from interlock.kv_transfer.transports.repeats import FirstWarnings
+from interlock.kv_transfer.transports.transport import Connection, PeerAddress, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +32,14 @@ class PeerPool:
     def __init__(
         self, transport: Transport, peer: PeerAddress, ours: Hello, secret: bytes | None, timeout: float, aborted: Callable[[], bool]
     ) -> None:
-        self.connection = transport.connect(peer, timeout)
         self.lock = threading.Lock()  # one exchange of messages at a time
+        self.connection, welcome = _meet(transport, peer, ours, secret, timeout, aborted)
         try:
-            welcome = introduce(
-                lambda message: self.connection.send(message, timeout),
-                lambda: self.connection.receive(timeout, aborted),
-                peer.engine_id,
-                ours,
-                secret,
-            )
             check_pool(ours.pool, welcome.pool, peer.engine_id)
             _check_offsets(welcome)
             self.engine_id = peer.engine_id
             self.epoch = welcome.epoch
+            self.key = welcome.key
             self.description = welcome.pool
             self.layer_offsets = welcome.layer_offsets
             self.memory = transport.open(self.connection, welcome)
@@ -61,16 +57,25 @@ class PeerPool:
         return self.memory.address + self.layer_offsets[layer]
 
     def check_reference(self, reference: RemoteReference) -> None:
-        """Raises KVTransferError when the reference cannot be one to this pool."""
-        if reference.epoch != self.epoch:
-            raise KVTransferError(
-                f"the reference is of epoch {reference.epoch} of engine {reference.engine_id!r}, which is in epoch {self.epoch} now"
-            )
+        """Raises KVTransferError when the reference is not one to this pool, exactly as the peer gave it."""
+        self.check_epoch(reference.epoch)
         if reference.block_size != self.description.block_size:
             raise KVTransferError(
                 f"the reference has blocks of {reference.block_size}, engine {reference.engine_id!r} has {self.description.block_size}"
             )
         self.check_blocks(reference.block_ids)
+        verify(self.key, reference)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raises KVTransferError when another life of the peer is meant."""
+        if epoch != self.epoch:
+            raise KVTransferError(f"epoch {epoch} of engine {self.engine_id!r} is meant, which is in epoch {self.epoch} now")
+
+    def lease_of(self, reference: RemoteReference) -> str:
+        """What the peer calls the reference's lease. Raises KVTransferError for a reference that it has not given."""
+        if not reference.push:
+            self.check_epoch(reference.epoch)
+        return verify(self.key, reference)
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Raises KVTransferError for blocks that the peer does not have."""
@@ -121,8 +126,9 @@ class PeerPools:
         self._peer_locks: dict[_Key, threading.Lock] = {}
         self._pools_lock = threading.Lock()
         self._condition = threading.Condition()
-        self._kept: dict[tuple[str, int, str], RemoteReference] = {}
-        self._lease_ends: dict[tuple[str, int, str], float] = {}
+        self._kept: dict[str, RemoteReference] = {}
+        self._lease_ends: dict[str, float] = {}
+        self._warnings = FirstWarnings(logger)
         self._notices: list[RemoteReference] = []
         self._new = False
         self._stopping = False
@@ -130,7 +136,8 @@ class PeerPools:
         self._thread.start()
 
     def get(self, peer: PeerAddress, aborted: Callable[[], bool]) -> PeerPool:
-        """The pool of a peer, connected. Raises KVTransferError."""
+        """The pool of a peer, connected; in the life that the peer is in now, whichever was asked for. Raises KVTransferError."""
+        peer = self._at(peer)
         key = peer.key
         with self._pools_lock:
             peer_lock = self._peer_locks.setdefault(key, threading.Lock())
@@ -139,7 +146,7 @@ class PeerPools:
                 raise KVTransferError("the exchange with the peer was given up")
         try:
             pool = self._pools.get(key)
-            if pool is not None and (peer.epoch not in (0, pool.epoch) or not pool.alive):
+            if pool is not None and (not pool.alive or self._has_restarted(pool, peer, aborted)):
                 del self._pools[key]
                 pool.close()
                 pool = None
@@ -152,7 +159,7 @@ class PeerPools:
 
     def is_alive(self, peer: PeerAddress) -> bool:
         """Whether the connection to a peer stands. Does not connect."""
-        pool = self._pools.get(peer.key)
+        pool = self._pools.get(self._at(peer).key)
         return pool is not None and pool.alive
 
     def ask(self, peer: PeerAddress, message: Message, aborted: Callable[[], bool]) -> Message:
@@ -201,6 +208,19 @@ class PeerPools:
         while self._pools:
             self._pools.popitem()[1].close()
 
+    def _at(self, peer: PeerAddress) -> PeerAddress:
+        """Where peers are found by their id alone, a host that a request names makes no other peer."""
+        return peer if self._transport.host is not None else dataclasses.replace(peer, host=None, port=None)
+
+    def _has_restarted(self, pool: PeerPool, peer: PeerAddress, aborted: Callable[[], bool]) -> bool:
+        """Whether a peer that seems alive is in another life. A reference may say so wrongly, and others use the connection: so the peer
+        is asked, over another one."""
+        if peer.epoch in (0, pool.epoch):
+            return False
+        connection, welcome = _meet(self._transport, peer, self._ours, self._secret, self._handshake_timeout, aborted)
+        connection.close()
+        return welcome.epoch != pool.epoch
+
     def _run(self) -> None:
         next_beat = self._clock.now() + self._heartbeat_interval
         while True:
@@ -226,26 +246,56 @@ class PeerPools:
             talk(peer_of(reference))
         except KVTransferError as error:
             self.failed_notices += 1
-            logger.warning("engine %r could not be told about request %r: %s", reference.engine_id, reference.request_id, str(error))
+            self._warnings.warn(f"engine {reference.engine_id!r} could not be told about its leases: {error}")
 
     def _send_done(self, reference: RemoteReference, peer: PeerAddress) -> None:
-        self.tell(peer, Done(request_id=reference.request_id))
+        lease = self.get(peer, lambda: self._stopping).lease_of(reference)
+        self.tell(peer, Done(signature=lease))
         if not reference.push:
             self.get(peer, lambda: self._stopping).memory.prefault()  # here, since earlier it would compete with the first read
 
     def _beat(self, references: Sequence[RemoteReference], peer: PeerAddress) -> None:
-        answer = self.ask(peer, Heartbeat(request_ids=[reference.request_id for reference in references]), lambda: self._stopping)
+        pool = self.get(peer, lambda: self._stopping)
+        leases = {reference.key: lease for reference in references if (lease := self._lease(pool, reference)) is not None}
+        if not leases:
+            return
+        answer = self.ask(peer, Heartbeat(signatures=list(leases.values())), lambda: self._stopping)
         if not isinstance(answer, Leases):
             raise KVTransferError(f"a heartbeat was answered with {type(answer).__name__}, expected Leases")
         with self._condition:
-            for reference in references:
-                if reference.key in self._kept and reference.request_id in answer.expiry:
-                    self._lease_ends[reference.key] = answer.expiry[reference.request_id]
+            for key, lease in leases.items():
+                if key in self._kept and lease in answer.expiry:
+                    self._lease_ends[key] = answer.expiry[lease]
+
+    def _lease(self, pool: PeerPool, reference: RemoteReference) -> str | None:
+        """None, and the reference is not kept any longer, if the peer has not given it."""
+        try:
+            return pool.lease_of(reference)
+        except KVTransferError as error:
+            self._warnings.warn(str(error))
+            with self._condition:
+                self._kept.pop(reference.key, None)
+            return None
 
 
 def peer_of(reference: RemoteReference) -> PeerAddress:
     """Where the engine of a reference is."""
     return PeerAddress(reference.engine_id, reference.rank, reference.host, reference.port, reference.epoch)
+
+
+def _meet(
+    transport: Transport, peer: PeerAddress, ours: Hello, secret: bytes | None, timeout: float, aborted: Callable[[], bool]
+) -> tuple[Connection, Welcome]:
+    """A connection on which both sides have introduced themselves. Raises KVTransferError."""
+    connection = transport.connect(peer, timeout)
+    try:
+        welcome = introduce(
+            lambda message: connection.send(message, timeout), lambda: connection.receive(timeout, aborted), peer.engine_id, ours, secret
+        )
+    except BaseException:
+        connection.close()
+        raise
+    return connection, welcome
 
 
 def _order(reference: RemoteReference) -> tuple[str, int, str, int]:
