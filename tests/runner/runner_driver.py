@@ -1,7 +1,9 @@
 """Drives a ModelRunner without an engine: hands it steps, keeps the books that a scheduler would keep, and reads logits as bit patterns."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,16 @@ from interlock.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 Bits = npt.NDArray[np.uint32]
+
+
+@contextlib.contextmanager
+def released(release: Callable[[], object], workers: int = 1) -> Iterator[ThreadPoolExecutor]:
+    """Threads for steps that wait for something. Its end waits for them, so `release` lets them go on first, also when the test has failed."""
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            yield pool
+        finally:
+            release()
 
 
 class RunnerDriver:

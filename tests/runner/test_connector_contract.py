@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import outside_connector
 import pytest
-from runner_driver import RunnerDriver
+from runner_driver import RunnerDriver, released
 
 from checkpoints import make_tiny_llama
 from interlock.core.config import EngineConfig, KVTransferConfig
@@ -168,7 +168,7 @@ def test_layer_0_runs_while_the_last_layer_is_in_flight(model, producer, remote,
 
 
 def test_a_full_replay_is_launched_only_after_the_last_layer_has_landed(model, producer, remote):
-    """Scenario B01: a uniform decode batch in which one row's whole prompt comes from outside."""
+    """A uniform decode batch in which one row's whole prompt comes from outside."""
     with open_runner(model, CUDAGraphMode.FULL, "OutsideConnector") as runner, ThreadPoolExecutor(1) as pool:
         consumer = Consumer(runner, producer[1], POISON[0])
         retired = runner.stream.team.retired
@@ -191,7 +191,7 @@ def test_a_full_replay_is_launched_only_after_the_last_layer_has_landed(model, p
 @pytest.mark.parametrize("connector", ["ForgetfulConnector", "StallingConnector"])
 def test_a_read_that_was_never_issued_or_never_ends_is_a_failure_at_its_deadline(model, producer, remote, mode, connector):
     clock = VirtualClock()
-    with open_runner(model, mode, connector, clock) as runner, ThreadPoolExecutor(1) as pool:
+    with open_runner(model, mode, connector, clock) as runner, released(lambda: clock.advance(runner.config.kv_load_timeout)) as pool:
         consumer = Consumer(runner, producer[1], POISON[0])
         step = pool.submit(consumer.load_rows)
         assert remote.started.wait(60)
@@ -298,7 +298,7 @@ def test_a_load_that_fails_opens_its_gate_and_names_the_blocks(model, producer, 
 
 def test_a_load_that_stalls_at_a_gate_fails_at_its_deadline_and_the_replay_runs_to_its_end(model, producer, remote):
     clock = VirtualClock()
-    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector", clock) as runner, ThreadPoolExecutor(1) as pool:
+    with open_runner(model, CUDAGraphMode.FULL, "GatedConnector", clock) as runner, released(remote.land_all) as pool:
         consumer = Consumer(runner, producer[1], POISON[1])
         step = pool.submit(consumer.load_rows)
         remote.land(0)

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import outside_connector
 import pytest
 from lockstep_ranks import ThreadGroup, thread_groups, together
 from outside_connector import GatedConnector, OutsideConnector
-from runner_driver import RunnerDriver
+from runner_driver import RunnerDriver, released
 
 from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
@@ -170,7 +169,7 @@ def test_the_context_of_a_full_replay_carries_the_agreed_token_counts(model, rem
     assert [context.batch_descriptor and context.batch_descriptor.num_tokens for context in CONTEXTS] == [16, 1, 1, 1]
 
 
-# Modes: all ranks run under the most conservative one (scenario B22).
+# Modes: all ranks run under the most conservative one.
 
 
 class Loader:
@@ -224,7 +223,7 @@ def test_a_rank_that_waits_at_a_gate_gets_on_while_the_other_stands_in_the_next_
             waits.set()
             return ThreadGroup.all_gather(groups[0], values)
 
-        with ThreadPoolExecutor(2) as pool:
+        with released(remote.land_all, 2) as pool:
             gated = pool.submit(drivers[1].step, {"loaded": 1}, (loader.promise,))
             drivers[0].step({"p": 1})
             groups[0].all_gather = note_wait  # type: ignore[method-assign]
@@ -252,7 +251,7 @@ def test_a_rank_whose_load_never_lands_gets_on_at_its_deadline(model, remote):
         step_both(drivers, groups, {"p": 1}, {})
 
 
-# Engines: what the ranks agree about the steps to come (scenario B21).
+# Engines: what the ranks agree about the steps to come.
 
 
 def lockstep_engines(model: str, monkeypatch: Any, mode: CUDAGraphMode = BOTH) -> tuple[list[LLM], list[ThreadGroup]]:

@@ -1,15 +1,14 @@
-"""Drafting in a step: its KV is part of what the step hands over (scenarios B18, B20), and its loads are awaited like the model's."""
+"""Drafting in a step: its KV is part of what the step hands over, and its loads are awaited like the model's."""
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import outside_connector
 import pytest
 import stand_in_drafter
-from runner_driver import RunnerDriver
+from runner_driver import RunnerDriver, released
 from stand_in_drafter import GARBAGE, StandInDrafter
 
 from checkpoints import make_tiny_llama
@@ -74,7 +73,7 @@ def publish(model: str, mode: CUDAGraphMode) -> tuple[list[Any], Any]:
 
     A send of another request ends while it drafts.
     """
-    with drafting_runner(model, mode, PUBLISHING, held=True) as (runner, drafter), ThreadPoolExecutor(1) as pool:
+    with drafting_runner(model, mode, PUBLISHING, held=True) as (runner, drafter), released(drafter.release) as pool:
         connector = stand_in_drafter.MADE[-1]
         driver = RunnerDriver(runner)
         driver.add("r", PROMPT)
@@ -142,7 +141,7 @@ def test_negative_control_without_waiting_for_the_drafter_its_layer_is_published
 @pytest.mark.parametrize("mode", MODES)
 def test_the_drafter_starts_only_after_its_own_layer_has_landed(model, remote, mode, connector):
     pages, _ = publish(model, mode)
-    with drafting_runner(model, mode, connector) as (runner, drafter), ThreadPoolExecutor(1) as pool:
+    with drafting_runner(model, mode, connector) as (runner, drafter), released(remote.land_all) as pool:
         driver, promise = prepare_load(runner, pages, remote)
         step = pool.submit(driver.step, {"r": 1}, (promise,))
         remote.land(*range(DRAFT_LAYER))
@@ -160,7 +159,7 @@ def test_the_drafter_starts_only_after_its_own_layer_has_landed(model, remote, m
 def test_negative_control_a_drafter_that_does_not_wait_for_its_layer_starts_before_it_has_landed(model, remote, monkeypatch):
     pages, _ = publish(model, CUDAGraphMode.FULL)
     monkeypatch.setattr(KVStep, "wait_layers", lambda step, layers: None)
-    with drafting_runner(model, CUDAGraphMode.FULL, GATED) as (runner, drafter), ThreadPoolExecutor(1) as pool:
+    with drafting_runner(model, CUDAGraphMode.FULL, GATED) as (runner, drafter), released(remote.land_all) as pool:
         driver, promise = prepare_load(runner, pages, remote)
         remote.land(*range(DRAFT_LAYER))
         step = pool.submit(driver.step, {"r": 1}, (promise,))
@@ -170,7 +169,7 @@ def test_negative_control_a_drafter_that_does_not_wait_for_its_layer_starts_befo
         assert False in drafter.landed
 
 
-# Only positions with KV are published (scenario B20).
+# Only positions with KV are published.
 
 
 def test_a_request_that_ends_on_a_block_boundary_publishes_no_block_whose_last_slot_was_never_computed(model):

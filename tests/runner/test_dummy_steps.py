@@ -1,4 +1,4 @@
-"""Scenario B23: a step without live rows, or with fewer than its program was captured for, writes nothing, whatever its slot held before."""
+"""A step without live rows, or with fewer than its program was captured for, writes nothing, whatever its slot held before."""
 
 import hashlib
 
