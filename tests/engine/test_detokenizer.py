@@ -22,7 +22,7 @@ tokens = st.lists(st.one_of(st.integers(0, 260), st.sampled_from(list("é🙂日
 
 
 @given(tokens, st.lists(st.integers(1, 4), max_size=30), st.booleans())
-def test_b30_joined_deltas_equal_the_whole_text_however_the_tokens_come(token_ids, sizes, skip):
+def test_joined_deltas_equal_the_whole_text_however_the_tokens_come(token_ids, sizes, skip):
     detokenizer = Detokenizer(ByteTokens())
     stream, pieces, start = detokenizer.stream(skip), [], 0
     for size in [*sizes, len(token_ids)]:
@@ -33,13 +33,13 @@ def test_b30_joined_deltas_equal_the_whole_text_however_the_tokens_come(token_id
     assert "".join(pieces) == stream.text == detokenizer.text(token_ids, skip) == data.decode("utf-8", "replace")
 
 
-def test_b30_a_character_is_held_back_until_it_is_complete():
+def test_a_character_is_held_back_until_it_is_complete():
     stream = Detokenizer(ByteTokens()).stream(True)
     assert [stream.feed([byte]) for byte in "🙂".encode()] == ["", "", "", "🙂"]
     assert stream.finish() == ""
 
 
-def test_b30_an_end_in_mid_character_gives_one_replacement_mark():
+def test_an_end_in_mid_character_gives_one_replacement_mark():
     stream = Detokenizer(ByteTokens()).stream(True)
     assert stream.feed([97, 0xF0, 0x9F]) == "a"
     assert stream.finish() == "�"

@@ -112,7 +112,7 @@ def drain(llm):
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("fail_from", [[], [0] * 4, [1, None, 0, 2, None, 1]], ids=["landing", "rejected", "mixed"])
 @pytest.mark.parametrize("num_blocks", [200, 18])
-def test_b05_loaded_or_recomputed_after_a_failed_load_changes_no_bit(model, prompts, alone, shelf, cudagraph_mode, is_async, fail_from, num_blocks):
+def test_loaded_or_recomputed_after_a_failed_load_changes_no_bit(model, prompts, alone, shelf, cudagraph_mode, is_async, fail_from, num_blocks):
     mine = shelf_connector.Shelf(dict(shelf.entries), list(fail_from), is_async)
     options = {"cudagraph_mode": cudagraph_mode, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     with open_with_shelf(model, mine, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **options) as llm:
@@ -125,7 +125,7 @@ def test_b05_loaded_or_recomputed_after_a_failed_load_changes_no_bit(model, prom
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_b06_policy_fail_answers_with_an_error_and_no_token_and_harms_nobody_else(model, prompts, alone, shelf, is_async):
+def test_policy_fail_answers_with_an_error_and_no_token_and_harms_nobody_else(model, prompts, alone, shelf, is_async):
     mine = shelf_connector.Shelf(dict(shelf.entries), [None, 0], is_async)
     with open_with_shelf(model, mine, policy="fail", cudagraph_mode="FULL", max_num_batched_tokens=64) as llm:
         outputs = llm.generate(prompts[2:5], [params_of(number) for number in (0, 3, 4)])

@@ -61,7 +61,7 @@ def step_until(llm, condition, limit=10_000):
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
-def test_b37_blocks_are_pinned_from_lookup_to_landing(model, alone, cudagraph_mode):
+def test_blocks_are_pinned_from_lookup_to_landing(model, alone, cudagraph_mode):
     with open_tier(model, "HeldOffload", 6, num_blocks=30, cudagraph_mode=cudagraph_mode) as llm:
         assert evict_under_a_queued_load(llm) == tokens_alone(alone, A)
         index, _ = halves(llm)
@@ -70,7 +70,7 @@ def test_b37_blocks_are_pinned_from_lookup_to_landing(model, alone, cudagraph_mo
         assert llm.metrics()["num_failed_loads"] == 0
 
 
-def test_b37_without_the_pins_the_load_brings_somebody_elses_blocks(model, alone):
+def test_without_the_pins_the_load_brings_somebody_elses_blocks(model, alone):
     with open_tier(model, "PinlessOffload", 6, num_blocks=30) as llm:
         assert evict_under_a_queued_load(llm) != tokens_alone(alone, A)
 
@@ -96,7 +96,7 @@ def evict_under_a_queued_load(llm):
 @pytest.mark.parametrize("cudagraph_mode", MODES)
 @pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("gone", [0, 2])
-def test_b37_a_block_that_has_gone_is_recomputed_with_all_behind_it(model, alone, cudagraph_mode, async_load_bytes, gone):
+def test_a_block_that_has_gone_is_recomputed_with_all_behind_it(model, alone, cudagraph_mode, async_load_bytes, gone):
     with open_tier(model, "HeldOffload", 12, async_load_bytes, cudagraph_mode=cudagraph_mode) as llm:
         request = start(llm, A)
         step_until(llm, lambda: request.finished)
@@ -119,7 +119,7 @@ def test_b37_a_block_that_has_gone_is_recomputed_with_all_behind_it(model, alone
 
 
 @pytest.mark.parametrize("connector", ["HeldOffload", "CarelessOffload"])
-def test_b16_a_block_with_a_save_in_flight_is_not_reassigned(model, alone, connector):
+def test_a_block_with_a_save_in_flight_is_not_reassigned(model, alone, connector):
     with open_tier(model, connector, 12, num_blocks=8) as llm:
         _, worker = halves(llm)
         worker.hold_saves = True
@@ -142,7 +142,7 @@ def test_b16_a_block_with_a_save_in_flight_is_not_reassigned(model, alone, conne
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
 @pytest.mark.parametrize("connector", ["HeldOffload", "HastyOffload"])
-def test_b16_nothing_is_saved_before_it_has_landed(model, alone, connector, cudagraph_mode):
+def test_nothing_is_saved_before_it_has_landed(model, alone, connector, cudagraph_mode):
     shelf_connector.SHELF.append(shelf_connector.Shelf(is_async=True))
     remote = {"kv_connector": "tier_puppets:PuppetRemote"}
     tier = {"kv_connector": f"tier_puppets:{connector}", "kv_connector_extra_config": {"cpu_bytes": 40 * BLOCK_BYTES}}
@@ -188,7 +188,7 @@ def fill_the_shelf(llm):
         index.distrust(key)
 
 
-def test_b20_a_block_whose_last_position_was_never_computed_is_not_saved(model):
+def test_a_block_whose_last_position_was_never_computed_is_not_saved(model):
     with open_tier(model, "HeldOffload", 12) as llm:
         llm.generate([A[:12]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
         drain(llm)
@@ -199,7 +199,7 @@ def test_b20_a_block_whose_last_position_was_never_computed_is_not_saved(model):
 @pytest.mark.parametrize(
     ("first", "second", "hits"), [(None, None, True), ("a", "a", True), ("a", "b", False), ("a", None, False), (None, "a", False)]
 )
-def test_b25_only_the_same_salt_hits(model, alone, first, second, hits):
+def test_only_the_same_salt_hits(model, alone, first, second, hits):
     with open_tier(model, "HeldOffload", 20) as llm:
         for salt in (first, second):
             prompt = {"prompt_token_ids": A, **({} if salt is None else {"cache_salt": salt})}
@@ -211,7 +211,7 @@ def test_b25_only_the_same_salt_hits(model, alone, first, second, hits):
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
-def test_b12_a_preempted_request_loads_again_and_changes_no_bit(model, alone, cudagraph_mode):
+def test_a_preempted_request_loads_again_and_changes_no_bit(model, alone, cudagraph_mode):
     long = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
     prompts = [A, *OTHERS]
     expected = run_alone(model, prompts, [long] * len(prompts))
@@ -293,7 +293,7 @@ def test_a_producer_saves_and_a_consumer_loads(model, alone, role, saves, loads,
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_b14_of_a_prompt_in_chunks_only_what_was_computed_is_found(model, tmp_path, num_steps):
+def test_of_a_prompt_in_chunks_only_what_was_computed_is_found(model, tmp_path, num_steps):
     path, prompt = {"path": str(tmp_path)}, A + A + A[:10]
     with open_engine(model, "StorageConnector", path, max_num_batched_tokens=3 * BLOCK) as llm:
         start(llm, prompt)
@@ -314,7 +314,7 @@ class Deaf:
 
 @pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("tier", ["OffloadConnector", "StorageConnector"])
-def test_b16_what_turns_out_wrong_after_it_was_saved_does_not_stay_in_the_tier(model, tmp_path, tier, hears):
+def test_what_turns_out_wrong_after_it_was_saved_does_not_stay_in_the_tier(model, tmp_path, tier, hears):
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
     expected = run_alone(model, [A], [long])[0]
     shelf_connector.SHELF.append(shelf_connector.Shelf())

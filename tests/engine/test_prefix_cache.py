@@ -73,7 +73,7 @@ def test_keys_do_not_depend_on_how_they_were_grown(token_ids, block_size, cuts):
     assert keys == keys_of(token_ids, block_size=block_size)
 
 
-def test_b25_adapter_salt_and_image_never_share_a_key():
+def test_adapter_salt_and_image_never_share_a_key():
     roots = [
         root_key("m"),
         root_key("m", cache_salt=""),
@@ -97,11 +97,11 @@ def test_b25_adapter_salt_and_image_never_share_a_key():
 @given(
     st.dictionaries(st.sampled_from("abc"), st.text(max_size=3), max_size=3), st.dictionaries(st.sampled_from("abc"), st.text(max_size=3), max_size=3)
 )
-def test_b25_two_lists_of_parts_never_have_one_encoding(first, second):
+def test_two_lists_of_parts_never_have_one_encoding(first, second):
     assert (root_key("m", **first) == root_key("m", **second)) == (first == second)
 
 
-def test_b25_keys_are_the_same_in_processes_with_different_hash_seeds():
+def test_keys_are_the_same_in_processes_with_different_hash_seeds():
     script = "from interlock.engine.prefix_cache import *; print(chain_key(root_key('m', cache_salt='s', adapter='a'), [1, 2, 3]).hex())"
     seen = {
         subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True).stdout

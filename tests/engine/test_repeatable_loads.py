@@ -9,7 +9,7 @@ PROMPTS = {"old": [1, 2, 3, 4, 5, 6, 7, 8, 9], "young": [9, 8, 7, 6, 5, 4, 3, 2,
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("fail_from", [None, 0, 1])
-def test_b12_only_repeatable_loads_are_asked_for_again(is_async, repeatable, fail_from):
+def test_only_repeatable_loads_are_asked_for_again(is_async, repeatable, fail_from):
     connector = FakeConnector(offers={"young": Offer(8, is_async, fail_from=fail_from)})
     connector.load_is_repeatable = repeatable
     preempted = []

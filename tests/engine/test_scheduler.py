@@ -57,7 +57,7 @@ def test_a_prefix_is_visible_only_after_the_step_that_wrote_it():
     h.assert_drained()
 
 
-def test_b20_a_request_that_ends_on_a_block_boundary_publishes_only_what_has_kv():
+def test_a_request_that_ends_on_a_block_boundary_publishes_only_what_has_kv():
     h = Harness()
     h.add("a", [1, 2, 3, 4], max_tokens=4)
     h.drain()
@@ -69,7 +69,7 @@ def test_b20_a_request_that_ends_on_a_block_boundary_publishes_only_what_has_kv(
     assert h.output_of("b") == run_alone(prompt, 4)
 
 
-def test_b25_a_salt_separates_users_and_a_shared_salt_joins_them():
+def test_a_salt_separates_users_and_a_shared_salt_joins_them():
     h = Harness()
     prompt = list(range(9))
     for name, salt in (("none", None), ("a", "a"), ("b", "b"), ("a2", "a"), ("none2", None), ("empty", "")):

@@ -56,7 +56,7 @@ def test_a_load_that_ends_inside_a_block_leaves_the_rest_of_it_to_the_step():
 
 @pytest.mark.parametrize("local_blocks", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_b10_a_partial_local_hit_is_completed_by_position(local_blocks, is_async):
+def test_a_partial_local_hit_is_completed_by_position(local_blocks, is_async):
     h, connector = harness()
     if local_blocks:
         h.add("warm", [*PROMPT[: local_blocks * 4], 40], max_tokens=1)
@@ -74,7 +74,7 @@ def test_b10_a_partial_local_hit_is_completed_by_position(local_blocks, is_async
 
 @pytest.mark.parametrize("length", [8, 9, 12])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_b11_a_full_local_hit_needs_no_load_and_the_connector_hears_of_it(length, is_async):
+def test_a_full_local_hit_needs_no_load_and_the_connector_hears_of_it(length, is_async):
     h, connector = harness()
     h.add("warm", [*PROMPT[:12], 40], max_tokens=1)
     h.drain()
@@ -91,7 +91,7 @@ def test_b11_a_full_local_hit_needs_no_load_and_the_connector_hears_of_it(length
 
 @pytest.mark.parametrize("output_tokens", [0, 3])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_b12_a_preempted_request_does_not_ask_again_for_the_load_that_it_consumed(output_tokens, is_async):
+def test_a_preempted_request_does_not_ask_again_for_the_load_that_it_consumed(output_tokens, is_async):
     h, connector = harness(num_blocks=8, enable_prefix_caching=False)
     connector.offers = {name: Offer(12, is_async=is_async, delay=0) for name in "ab"}
     prompts = {"a": PROMPT, "b": [9, *PROMPT[1:]]}
@@ -110,7 +110,7 @@ def test_b12_a_preempted_request_does_not_ask_again_for_the_load_that_it_consume
     h.assert_drained()
 
 
-def test_b12_a_producer_that_is_preempted_in_mid_prompt_hands_over_every_block():
+def test_a_producer_that_is_preempted_in_mid_prompt_hands_over_every_block():
     connector = FakeConnector(keep={"b": 1})
     h = Harness(connector=connector, policy="recompute", num_blocks=7, max_num_batched_tokens=8)
     h.add("a", PROMPT, max_tokens=10)
@@ -122,7 +122,7 @@ def test_b12_a_producer_that_is_preempted_in_mid_prompt_hands_over_every_block()
     h.assert_drained()
 
 
-def test_b14_the_chunks_of_a_prompt_whose_head_is_loaded_are_computed_behind_it():
+def test_the_chunks_of_a_prompt_whose_head_is_loaded_are_computed_behind_it():
     h, connector = harness(max_num_batched_tokens=4)
     prompt = list(range(20))
     connector.offers["a"] = Offer(4)
@@ -165,7 +165,7 @@ def test_a_connector_that_does_not_know_yet_is_asked_again_and_holds_up_nobody()
 
 
 @pytest.mark.parametrize("fail_from", [0, 1, 2])
-def test_b05_a_rejected_synchronous_load_is_recomputed_from_the_first_invalid_position_in_fresh_blocks(fail_from):
+def test_a_rejected_synchronous_load_is_recomputed_from_the_first_invalid_position_in_fresh_blocks(fail_from):
     h, connector = harness()
     connector.offers["a"] = Offer(12, fail_from=fail_from)
     h.add("a", PROMPT)
@@ -185,7 +185,7 @@ def test_b05_a_rejected_synchronous_load_is_recomputed_from_the_first_invalid_po
 
 
 @pytest.mark.parametrize("abort_owner_after", [None, 0, 1])
-def test_b05_sharers_of_an_invalid_block_are_rolled_back_with_its_owner(abort_owner_after):
+def test_sharers_of_an_invalid_block_are_rolled_back_with_its_owner(abort_owner_after):
     h, connector = harness(max_num_batched_tokens=4)
     connector.offers["r1"] = Offer(8)
     prompts = {"r1": [*PROMPT[:8], 20, 20], "r2": [*PROMPT[:8], 30, 30]}
@@ -216,7 +216,7 @@ def test_b05_sharers_of_an_invalid_block_are_rolled_back_with_its_owner(abort_ow
     h.assert_drained()
 
 
-def test_b05_a_sharer_in_flight_in_the_next_step_is_rolled_back_too():
+def test_a_sharer_in_flight_in_the_next_step_is_rolled_back_too():
     h, connector = harness(max_num_batched_tokens=4)
     connector.offers["r1"] = Offer(8)
     prompts = {"r1": [*PROMPT[:8], 20, 20], "r2": [*PROMPT[:8], 30, 30]}
@@ -319,11 +319,11 @@ def load_into_blocks_of_a_step_in_flight():
     h.assert_drained()
 
 
-def test_b03_a_load_never_races_with_the_step_of_a_blocks_former_owner():
+def test_a_load_never_races_with_the_step_of_a_blocks_former_owner():
     load_into_blocks_of_a_step_in_flight()
 
 
-def test_b03_negative_control_without_the_fence_the_trailing_write_wipes_the_load(monkeypatch):
+def test_negative_control_without_the_fence_the_trailing_write_wipes_the_load(monkeypatch):
     monkeypatch.setattr(BlockManager, "_fence", lambda self, request, block_ids: None)
     with pytest.raises(AssertionError, match="read KV that was never written for it"):
         load_into_blocks_of_a_step_in_flight()
@@ -351,7 +351,7 @@ def test_request_finished_is_called_once_also_for_a_request_that_was_never_sched
     h.assert_drained()
 
 
-def test_b08_ends_of_transfers_that_nobody_waits_for_are_counted_and_dropped():
+def test_ends_of_transfers_that_nobody_waits_for_are_counted_and_dropped():
     h, connector = harness()
     connector.offers["gone"] = Offer(12, is_async=True, delay=1)
     h.add("r", PROMPT, max_tokens=8)

@@ -74,7 +74,7 @@ def run(llm, prompt):
 @pytest.mark.parametrize("cudagraph_mode", MODES)
 @pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("kind", ["deleted", "truncated", "flipped", "EIO"])
-def test_b34_a_read_that_fails_costs_one_recompute_and_makes_its_key_a_miss(model, alone, tmp_path, kind, async_load_bytes, cudagraph_mode):
+def test_a_read_that_fails_costs_one_recompute_and_makes_its_key_a_miss(model, alone, tmp_path, kind, async_load_bytes, cudagraph_mode):
     with open_files(model, tmp_path, async_load_bytes=async_load_bytes, cudagraph_mode=cudagraph_mode) as llm:
         Faults.path, Faults.kind = fill(llm), kind
         computed = llm.metrics()["num_computed_tokens"]
@@ -94,7 +94,7 @@ def test_b34_a_read_that_fails_costs_one_recompute_and_makes_its_key_a_miss(mode
         drain(llm)
 
 
-def test_b34_without_the_digest_a_flipped_bit_reaches_the_answer(model, alone, tmp_path):
+def test_without_the_digest_a_flipped_bit_reaches_the_answer(model, alone, tmp_path):
     with open_files(model, tmp_path, connector="TrustingStorage") as llm:
         Faults.path, Faults.kind = fill(llm), "flipped"
         assert run(llm, A) != alone[0]
@@ -102,7 +102,7 @@ def test_b34_without_the_digest_a_flipped_bit_reaches_the_answer(model, alone, t
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
-def test_b34_a_read_that_hangs_ends_at_its_deadline_and_stalls_nobody_else(model, alone, tmp_path, cudagraph_mode):
+def test_a_read_that_hangs_ends_at_its_deadline_and_stalls_nobody_else(model, alone, tmp_path, cudagraph_mode):
     with open_files(model, tmp_path, cudagraph_mode=cudagraph_mode) as llm:
         Faults.path, Faults.kind = fill(llm), "hangs"
         hung = start(llm, A)
@@ -125,7 +125,7 @@ def test_b34_a_read_that_hangs_ends_at_its_deadline_and_stalls_nobody_else(model
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
-def test_b34_a_synchronous_read_that_hangs_ends_with_the_deadline_of_the_step(model, alone, tmp_path, cudagraph_mode):
+def test_a_synchronous_read_that_hangs_ends_with_the_deadline_of_the_step(model, alone, tmp_path, cudagraph_mode):
     with open_files(model, tmp_path, async_load_bytes=1 << 30, cudagraph_mode=cudagraph_mode, kv_load_timeout=0.5) as llm:
         Faults.path, Faults.kind = fill(llm), "hangs"
         assert run(llm, A) == alone[0]
@@ -203,7 +203,7 @@ with open_engine(sys.argv[2], "StorageConnector", {"path": sys.argv[3]}) as llm:
 """
 
 
-def test_b25_another_process_with_another_hash_seed_finds_the_blocks(model, alone, tmp_path):
+def test_another_process_with_another_hash_seed_finds_the_blocks(model, alone, tmp_path):
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     arguments = [str(Path(__file__).parent), model, str(tmp_path), repr(A)]
     subprocess.run([sys.executable, "-c", OTHER_PROCESS, *arguments], env=environment, check=True, timeout=120)
@@ -213,7 +213,7 @@ def test_b25_another_process_with_another_hash_seed_finds_the_blocks(model, alon
         drain(llm)
 
 
-def test_b25_another_model_or_kv_dtype_or_block_size_finds_nothing(model, alone, tmp_path, tmp_path_factory):
+def test_another_model_or_kv_dtype_or_block_size_finds_nothing(model, alone, tmp_path, tmp_path_factory):
     with open_engine(model, "StorageConnector", {"path": str(tmp_path)}) as llm:
         assert run(llm, A) == alone[0]
         drain(llm)

@@ -138,7 +138,7 @@ def test_an_answer_for_another_local_prefix_is_not_used():
     assert multi.get_num_new_matched_tokens(request, 4) == (4, True)
 
 
-def test_b12_a_preempted_request_is_brought_again_only_to_those_whose_loads_can_be_repeated():
+def test_a_preempted_request_is_brought_again_only_to_those_whose_loads_can_be_repeated():
     multi, (peer, tier) = make(KVConnectorRole.SCHEDULER, "Child", "Repeatable")
     assert multi.load_is_repeatable
     peer.offer, tier.offer = (8, False), (4, False)
@@ -167,7 +167,7 @@ def test_a_child_that_refuses_a_request_speaks_for_all_and_those_told_before_hea
 # Reports
 
 
-def test_b15_only_the_owners_report_of_a_load_counts_and_only_once():
+def test_only_the_owners_report_of_a_load_counts_and_only_once():
     pair = Pair("Child", "Child")
     pair.asked[0].offer = (8, True)
     pair.load("r")
@@ -184,7 +184,7 @@ def test_b15_only_the_owners_report_of_a_load_counts_and_only_once():
     assert [[sorted(output.finished_recving) for output in asked.outputs] for asked in pair.asked] == [[[], ["r"], []], [[], [], []]]
 
 
-def test_b15_a_failure_counts_if_the_owner_reports_it_with_its_own_blocks():
+def test_a_failure_counts_if_the_owner_reports_it_with_its_own_blocks():
     pair = Pair("Child", "Child")
     pair.asked[1].offer = (8, True)
     pair.load("r", blocks=(4, 5, 6))
@@ -197,7 +197,7 @@ def test_b15_a_failure_counts_if_the_owner_reports_it_with_its_own_blocks():
     assert (report.finished_recving, report.failed_recving, report.invalid_block_ids) == ({"r"}, {"r"}, {5})
 
 
-def test_b15_ownership_survives_a_preemption_and_a_late_report_of_the_former_owner_is_dropped():
+def test_ownership_survives_a_preemption_and_a_late_report_of_the_former_owner_is_dropped():
     pair = Pair("Child", "Repeatable")
     pair.asked[0].offer, pair.asked[1].offer = (8, True), (8, True)
     request = pair.load("r")

@@ -136,21 +136,21 @@ def interleave(first, second):
     assert errors == [5]
 
 
-def test_b35_a_writer_that_fails_changes_nothing_of_anothers_entry(tmp_path):
+def test_a_writer_that_fails_changes_nothing_of_anothers_entry(tmp_path):
     files = BlockFiles(tmp_path, CONFIG, ROOM)
     interleave(BlockFiles(tmp_path, CONFIG, ROOM), BlockFiles(tmp_path, CONFIG, ROOM))
     assert bytes(files.read(key_of(1))) == payload_of(1)
     assert all_files(tmp_path) == [files.path(key_of(1))]
 
 
-def test_b35_with_one_staging_name_the_other_writers_half_is_published(tmp_path):
+def test_with_one_staging_name_the_other_writers_half_is_published(tmp_path):
     interleave(OneStagingName(tmp_path, CONFIG, ROOM), OneStagingName(tmp_path, CONFIG, ROOM))
     with pytest.raises((KVTransferError, OSError)):
         BlockFiles(tmp_path, CONFIG, ROOM).read(key_of(1))
 
 
 @pytest.mark.parametrize(("writer_class", "is_seen"), [(BlockFiles, False), (Publishing, True)], ids=["renamed", "written in place"])
-def test_b35_a_half_written_entry_is_not_visible(tmp_path, writer_class, is_seen):
+def test_a_half_written_entry_is_not_visible(tmp_path, writer_class, is_seen):
     writer = writer_class(tmp_path, CONFIG, ROOM)
     seen = []
 
@@ -181,7 +181,7 @@ files.write(key_of(1), payload_of(1))
 """
 
 
-def test_b35_a_killed_writer_leaves_nothing_visible_and_its_rest_is_cleaned(tmp_path):
+def test_a_killed_writer_leaves_nothing_visible_and_its_rest_is_cleaned(tmp_path):
     files = BlockFiles(tmp_path, CONFIG, ROOM)
     arguments = [sys.executable, "-c", HALF_WRITER, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -210,7 +210,7 @@ for _ in range(200):
 
 
 @pytest.mark.parametrize("num_files", [1000, 20], ids=["roomy", "evicting"])
-def test_b35_no_reader_ever_sees_a_short_block_of_two_writing_processes(tmp_path, num_files):
+def test_no_reader_ever_sees_a_short_block_of_two_writing_processes(tmp_path, num_files):
     files = BlockFiles(tmp_path, CONFIG, ROOM)
     bound = num_files * files.file_bytes
     arguments = [sys.executable, "-c", RANDOM_WRITER, str(Path(__file__).parent), str(tmp_path), str(bound)]
