@@ -130,8 +130,8 @@ def test_a_hand_off_belongs_to_the_first_sample_alone():
     seen = []
     add = llm.core.add_request
     llm.core.add_request = lambda request: (seen.append(request.kv_transfer_params), add(request))
-    llm.generate([[1, 2]], SamplingParams(n=2, max_tokens=2, extra_args={"kv_transfer_params": {"do_remote_prefill": True}}))
-    assert seen == [{"do_remote_prefill": True}, None]
+    llm.generate([[1, 2]], SamplingParams(n=2, max_tokens=2, extra_args={"kv_transfer_params": {"transfer_id": "tx"}}))
+    assert seen == [{"transfer_id": "tx"}, None]
 
 
 def test_unseeded_requests_draw_seeds_that_a_second_engine_draws_again():

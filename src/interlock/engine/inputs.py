@@ -10,6 +10,7 @@ import numpy as np
 
 from interlock.core.errors import RequestError
 from interlock.core.sampling_params import SamplingParams
+from interlock.kv_transfer.transfer_params import read_transfer_params
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -52,7 +53,8 @@ class InputProcessor:
         raise RequestError(f"prompt is {prompt!r}, expected text, a list of token ids, or an object with some of {list(_PROMPT_KEYS)}")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check what sampling parameters say about tokens. Raises RequestError."""
+        """Check what sampling parameters say about tokens and hand-offs. Raises RequestError."""
+        read_transfer_params(params.extra_args)
         for token_id in params.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise RequestError(f"stop_token_ids has {token_id}, expected token ids below {self._vocab_size}, the model's vocabulary")

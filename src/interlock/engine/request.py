@@ -1,12 +1,12 @@
 """A request, from its arrival to its last token."""
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from interlock.core.sampling_params import SamplingParams
 from interlock.core.step import Logprobs
+from interlock.kv_transfer.transfer_params import read_transfer_params
 
 
 class RequestStatus(enum.IntEnum):
@@ -77,6 +77,7 @@ class Request:
     `token_ids` holds both; `num_computed_tokens` of them have KV in `block_ids` (position p in block p // block_size).
     `block_keys` are the prefix-cache keys of its full blocks, computed so far, behind `block_root`. `in_flight_step` is the step that
     computes it now. `token_limit` is the length at which it ends. Only the scheduler changes a request.
+    Raises RequestError for `kv_transfer_params` (among the `extra_args`) that cannot be used.
     """
 
     __slots__ = (
@@ -131,8 +132,7 @@ class Request:
         self.seed = seed
         self.sample_index = sample_index
         self.cache_salt = cache_salt
-        params = (sampling_params.extra_args or {}).get("kv_transfer_params")
-        self.kv_transfer_params: dict[str, Any] | None = dict(params) if isinstance(params, Mapping) else None
+        self.kv_transfer_params: dict[str, Any] | None = read_transfer_params(sampling_params.extra_args)
         self.output_kv_transfer_params: dict[str, Any] | None = None
         self.arrival_index = -1
         self.status = RequestStatus.WAITING

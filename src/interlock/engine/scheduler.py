@@ -13,6 +13,7 @@ from interlock.engine.request import LoadState, Request, RequestStatus
 from interlock.engine.request_queues import RequestQueues
 from interlock.engine.step_planner import StepPlanner
 from interlock.kv_transfer.connector import KVConnector
+from interlock.kv_transfer.transfer_params import check_hand_off
 
 
 class Scheduler:
@@ -47,6 +48,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises RequestError if the request can never be served, or its id is in use."""
+        check_hand_off(request.kv_transfer_params, possible=self._connector is not None and self._connector.hands_over)
         if request.num_prompt_tokens >= self._max_model_len:
             raise RequestError(
                 f"the prompt of request {request.request_id} has {request.num_prompt_tokens} tokens, expected fewer than max_model_len, "

@@ -110,6 +110,9 @@ class KVConnector(ABC):
     recomputes_failed_loads: bool = False
     """True: this connector is a cache, so what it fails to load is recomputed, whatever `kv_load_failure_policy` says."""
 
+    hands_over: bool = False
+    """True: it serves requests whose `kv_transfer_params` ask for a remote prefill or decode. False: the engine refuses them."""
+
     saves_layers: bool = True
     """False: `save_kv_layer` does nothing, so the step need not wait for a layer's kernels before it calls it."""
 

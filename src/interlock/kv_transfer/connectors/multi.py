@@ -34,6 +34,7 @@ class MultiConnector(KVConnector):
         with_timelines = [child for child in self.children if child.supports_timelines]
         self.supports_timelines = bool(with_timelines)
         self.progresses_by_itself = all(child.progresses_by_itself for child in with_timelines)
+        self.hands_over = any(child.hands_over for child in self.children)
         self.saves_layers = any(child.saves_layers for child in self.children)
         self.load_is_repeatable = any(child.load_is_repeatable for child in self.children)
         self.recomputes_failed_loads = all(child.recomputes_failed_loads for child in self.children)

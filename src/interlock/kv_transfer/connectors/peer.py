@@ -40,6 +40,7 @@ class PeerConnector(KVConnector):
 
     supports_timelines = True
     saves_layers = False
+    hands_over = True
     clock: ClassVar[Clock] = MonotonicClock()
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
