@@ -5,16 +5,20 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from children import as_a_child
 
 TIMEOUT = 120.0
 
 
 class Command:
-    """`interlock ARGUMENTS` in a process of its own, whose children are watched."""
+    """`interlock ARGUMENTS` in a process of its own, whose children are watched. streams: other places than pipes, as for `Popen`."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], **streams: Any) -> None:
         command = [sys.executable, "-P", "-m", "interlock", *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        places = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+        self.process = subprocess.Popen(as_a_child(command), text=True, **places)
 
     def read_line(self) -> str:
         """The next line of standard output."""

@@ -1,5 +1,6 @@
 """`interlock generate`: what goes in, what comes out, and how it ends."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from interlock import LLM, SamplingParams
 from interlock.commands import app
+
+STAGES = ("engine: ", "prefill: ", "decode: ")
 
 
 @pytest.fixture
@@ -105,20 +108,77 @@ def test_an_interrupt_ends_a_running_generation_with_130_and_no_traceback(start:
     assert "Traceback" not in err
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(engine_flags: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_it_quietly_with_141(start: list[Command], engine_flags: list[str], tmp_path: Path) -> None:
     file = tmp_path / "many.jsonl"
     file.write_text('"again"\n' * 2000)
-    arguments = [sys.executable, "-P", "-m", "interlock", "generate", "--raw", "--max-tokens", "8", "--file", str(file), *engine_flags]
-    process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = Command(["generate", "--raw", "--max-tokens", "8", "--file", str(file), *engine_flags])
+    start.append(command)
+    process = command.process
     assert process.stdout is not None
     assert process.stdout.readline() == "[1/2000]\n"
     process.stdout.close()
     assert process.stderr is not None
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(TIMEOUT) not in (0, -signal.SIGPIPE)
+    assert process.wait(TIMEOUT) == 141, "as a shell says it of a process that SIGPIPE ended"
     assert "Traceback" not in err
     assert "Exception ignored" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", ["generate", "pd"])
+def test_a_full_disk_is_one_line_and_exit_status_1(engine_flags: list[str], command: str) -> None:
+    with open("/dev/full", "w") as full:
+        status, _, err = Command([command, "hello", "--max-tokens", "2", *engine_flags], stdout=full).finish()
+    assert status == 1
+    assert [line for line in err.splitlines() if not line.startswith(STAGES)] == ["error: the output cannot be written: No space left on device"]
+
+
+def run_in_shell(line: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """`line`, in which "$@" is the command."""
+    command = [sys.executable, "-P", "-m", "interlock", *arguments]
+    return subprocess.run(["sh", "-c", line, "sh", *command], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+
+def test_a_closed_standard_output_is_one_line_and_exit_status_2(engine_flags: list[str]) -> None:
+    result = run_in_shell('"$@" >&-', ["generate", "hello", *engine_flags])
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: standard output is closed")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
+@pytest.mark.parametrize("command", [["generate", "--raw", "hello"], ["pd", "hello", "--no-verify", "--json"]], ids=lambda command: command[0])
+def test_other_closed_streams_change_nothing(engine_flags: list[str], closed: str, command: list[str]) -> None:
+    result = run_in_shell(f'"$@" {closed}', [*command, "--max-tokens", "2", *engine_flags])
+    assert result.returncode == 0
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--threads", "two", "hi"], ["--threads", "integer", "interlock generate --help"]),
+        (["generate", "--nonsense"], ["--nonsense", "interlock generate --help"]),
+        (["genrate"], ["genrate", "generate", "interlock --help"]),
+        (["bench", "decode", "--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        (["generate", "hi", "--kv-cache-memory-bytes", str(1 << 60)], ["kv_cache_memory_bytes", str(1 << 60), "available"]),
+        (["generate", "hi", "--mode", "PIECEWISE", "--kv-load-wait", "gate"], ["kv_load_wait", "gate", "PIECEWISE"]),
+        (["generate", "hi", "--kv-load-timeout", "nan"], ["kv_load_timeout", "nan"]),
+        (["pd", "hi", "--stall-timeout", "0"], ["--stall-timeout", "0"]),
+    ],
+)
+def test_whatever_is_typed_wrong_is_one_line_and_exit_status_2(arguments: list[str], words: list[str]) -> None:
+    status, out, err = Command(arguments).finish()
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words)
+
+
+def test_the_version_and_the_help_can_be_asked_for() -> None:
+    assert Command(["--version"]).finish()[:2] == (0, f"interlock {importlib.metadata.version('interlock')}\n")
+    assert Command([]).finish()[:2] == Command(["--help"]).finish()[:2]
 
 
 def test_the_module_is_the_command() -> None:

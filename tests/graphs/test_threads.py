@@ -12,6 +12,7 @@ import graph_kernels as k
 import numpy as np
 import pytest
 
+from children import as_a_child
 from interlock.core.buffer import Buffer
 from interlock.core.errors import KernelError, StreamError
 from interlock.graphs import Program, Stream, ThreadTeam, Timelines, gate, raise_for_status
@@ -164,7 +165,8 @@ except KeyboardInterrupt:
     except KernelError as error:
         print(error)
 """
-    process = subprocess.Popen([sys.executable, "-c", HEADER + body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = as_a_child([sys.executable, "-c", HEADER + body])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"

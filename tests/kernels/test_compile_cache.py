@@ -12,6 +12,7 @@ from pathlib import Path
 import compiled_functions
 import pytest
 
+from children import as_a_child
 from interlock.core.errors import CompileError
 from interlock.kernels import compile_cache, compile_pool
 from interlock.kernels.compile_cache import CACHE_DIR_VARIABLE
@@ -63,7 +64,8 @@ def only_entry(cache):
 
 
 def start(script, *arguments, **options):
-    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(as_a_child(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def warnings_of(caplog):

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner_driver import RunnerDriver
 
+from children import end_with_parent
 from interlock import SamplingParams
 from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig, KVTransferConfig
@@ -58,6 +59,7 @@ def run_ranks(scenario: Callable[..., Any], *arguments: Any, size: int = 2) -> l
 
 
 def _run(scenario: Callable[..., Any], connection: Connection, *arguments: Any) -> None:
+    end_with_parent()
     try:
         answer = True, scenario(*arguments)
     except InterlockError as error:
@@ -183,7 +185,7 @@ class Rank:
 
 
 def starved_ranks(rank: int, link: Connection, model: str, mode: str, port: int) -> dict[str, Any]:
-    """Scenario B21: a rank that only waits for KV beside one that decodes, for 200 steps; swapped; then a pause with late wake-ups."""
+    """A rank that only waits for KV beside one that decodes, for 200 steps; swapped; then a pause with late wake-ups."""
     transfer = KVTransferConfig(kv_connector="rank_processes:SlowTier", kv_connector_extra_config={"land_after": 200})
     config = config_of(model, rank, port, kv_transfer_config=transfer, cudagraph_mode=CUDAGraphMode[mode], enable_prefix_caching=False)
     SlowTier.pages = compute_pages(config)

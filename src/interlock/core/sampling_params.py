@@ -65,7 +65,8 @@ class SamplingParams:
 
     def _read_float(self, name: str, low: float, high: float) -> None:
         value: Any = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
             raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
         object.__setattr__(self, name, float(value))
 
