@@ -3,15 +3,25 @@
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from cli_support import Command, wait_until_gone
+from cli_support import TIMEOUT, Command, wait_until_gone
+
+from interlock.pd import heartbeat
+from interlock.pd.heartbeat import Heart
+from interlock.pd.messages import Channel, FromEngine, Generate, Heartbeat, ToEngine
+from interlock.pd.pair import wait_ready
+from interlock.pd.process import EngineProcess, EngineProcessError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched through /proc and pidfds")
 
 MANY = 300
+STALLS = ["--stall-timeout", "3"]
 
 
 @pytest.fixture
@@ -25,7 +35,7 @@ def many_prompts(tmp_path: Path) -> str:
 @pytest.fixture
 def running(start: list[Command], engine_flags: list[str], many_prompts: str) -> Command:
     """The command in the middle of its work: both processes are there and the first text has come."""
-    command = Command(["pd", "--file", many_prompts, "--max-tokens", "8", "--kv-load-failure-policy", "recompute", *engine_flags])
+    command = Command(["pd", "--file", many_prompts, "--max-tokens", "8", "--kv-load-failure-policy", "recompute", *STALLS, *engine_flags])
     start.append(command)
     assert command.read_line().startswith(f"[1/{MANY}]")
     assert command.read_line() != ""
@@ -123,6 +133,107 @@ def test_when_decode_is_killed_the_command_says_so_and_leaves_nothing(running: C
     assert f"error: the decode process (pid {children['decode']}) was ended by signal 9 (SIGKILL)" in err
     assert "Traceback" not in err
     assert wait_until_gone(pidfds)
+
+
+def test_when_prefill_stalls_decode_recomputes_and_the_stalled_process_is_ended(running: Command) -> None:
+    prefill = running.children()["prefill"]
+    pidfd = os.pidfd_open(prefill)
+    os.kill(prefill, signal.SIGSTOP)
+    status, out, err = running.finish()
+    assert status == 0, err
+    assert f"the prefill process (pid {prefill}) said nothing for 3 s, so it was taken for stalled and ended" in err
+    assert "decode computes the prompt itself" in err
+    assert f"{MANY} of {MANY} equal to a single process" in out
+    assert wait_until_gone([pidfd])
+
+
+def test_when_prefill_stalls_and_the_policy_is_fail_the_requests_fail_with_the_cause_and_no_single_process_is_started(
+    start: list[Command], engine_flags: list[str]
+) -> None:
+    command = Command(["pd", "hello " * 50, "--max-tokens", "4", "--kv-load-failure-policy", "fail", *STALLS, *engine_flags])
+    start.append(command)
+    assert command.process.stderr is not None
+    while not command.process.stderr.readline().startswith("prefill: ready"):
+        pass
+    prefill = command.children()["prefill"]
+    os.kill(prefill, signal.SIGSTOP)
+    status, out, err = command.finish()
+    assert status == 1
+    assert f"error: request-1: the prefill process (pid {prefill}) said nothing for 3 s" in err
+    assert "kv_load_failure_policy is fail" in err
+    assert "single" not in err
+    assert "0 of 1 requests" in out
+
+
+def test_when_decode_stalls_the_command_says_so_shows_what_was_finished_and_leaves_nothing(running: Command) -> None:
+    children = running.children()
+    pidfds = [os.pidfd_open(pid) for pid in children.values()]
+    os.kill(children["decode"], signal.SIGSTOP)
+    status, out, err = running.finish()
+    assert status == 1
+    assert f"error: the decode process (pid {children['decode']}) said nothing for 3 s" in err
+    assert "not compared" in out
+    assert f"of {MANY} requests went through both processes" in out
+    assert "single" not in err
+    assert "Traceback" not in err
+    assert wait_until_gone(pidfds)
+
+
+def test_a_process_that_stops_while_it_starts_is_given_up(tiny_model: str) -> None:
+    process = EngineProcess("engine", {"model": tiny_model, "threads": 1})
+    os.kill(process.pid, signal.SIGSTOP)
+    pidfd = os.pidfd_open(process.pid)
+    with pytest.raises(EngineProcessError, match=r"the engine process \(pid \d+\) said nothing for 0\.2 s"):
+        wait_ready(process, lambda name, stage, done, total: None, 0.2)
+    assert wait_until_gone([pidfd])
+
+
+def test_a_process_that_takes_nothing_in_is_given_up(tiny_model: str) -> None:
+    process = EngineProcess("engine", {"model": tiny_model, "threads": 1})
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineProcessError, match=r"said nothing for 0\.2 s"):
+        process.send(Generate("r", list(range(10**6)), {}), 0.2)
+
+
+def test_an_engine_that_is_slow_but_alive_beats() -> None:
+    here, there = socket.socketpair()
+    heart, parent = Heart(Channel(there, ToEngine)), Channel(here, FromEngine)
+    heart.note(working=True)
+    assert [parent.receive(TIMEOUT) for _ in range(3)] == [Heartbeat()] * 3
+    heart.note(working=False)
+    parent.close()
+    there.close()
+
+
+def test_an_engine_whose_step_does_not_end_has_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "LONGEST_STEP_SECONDS", 0.0)
+    beats: list[object] = []
+    waited = threading.Event()
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: (waited.set(), threading.Event().wait()))
+    Heart(SimpleNamespace(send=beats.append)).note(working=True)  # type: ignore[arg-type]
+    assert waited.wait(TIMEOUT)
+    assert beats == []
+
+
+def test_a_comparison_that_fails_keeps_the_results(start: list[Command], engine_flags: list[str]) -> None:
+    command = Command(["pd", "hello", "--max-tokens", "2", "--no-verify", "--compare-barrier", *engine_flags])
+    start.append(command)
+    assert command.process.stderr is not None
+    while not command.process.stderr.readline().startswith("decode-barrier: "):
+        pass
+    os.kill(command.children()["prefill"], signal.SIGKILL)
+    status, out, err = command.finish()
+    assert status == 1
+    assert "error: the ways of waiting could not be compared: " in err
+    assert "1 of 1 requests went through both processes" in out
+
+
+def test_a_least_number_of_tokens_is_no_hindrance(engine_flags: list[str]) -> None:
+    status, out, err = Command(["pd", "hello", "--json", "--min-tokens", "5", "--max-tokens", "8", *engine_flags]).finish()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["handoff"]["time_to_first_token_recomputed"] > 0
+    assert result["warnings"] == []
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from interlock.pd.pair import HandOff, WaitComparison
 
 @dataclass(slots=True)
 class TransportRun:
-    """What one pair of processes did: its transport (or connector), the requests, and the comparison of waits if there was one."""
+    """What one pair of processes did of `num_requests`: its transport (or connector), those begun, and the comparison of waits if there was one."""
 
     transport: str
+    num_requests: int
     results: list[HandOff] = field(default_factory=list)
     waits: WaitComparison | None = None
 
@@ -27,7 +28,7 @@ def show_runs(runs: list[TransportRun], verified: bool) -> None:
     console = OutputConsole(highlight=False, soft_wrap=True)
     for run in runs:
         console.print(_table(run, verified))
-        console.print(_verdict(run.results, verified))
+        console.print(_verdict(run, verified))
     compared = [run for run in runs if run.waits is not None]
     if compared:
         console.print(_waits_table(compared))
@@ -89,12 +90,12 @@ def _equality(result: HandOff) -> str:
     return ", ".join(f"[red]{what} differ[/]" for what, same in (("tokens", result.same_tokens), ("logprobs", result.same_logprobs)) if not same)
 
 
-def _verdict(results: list[HandOff], verified: bool) -> str:
-    moved = sum(result.decode.kv_bytes_loaded for result in results if result.decode)
-    served = [result for result in results if result.decode]
-    text = f"{len(served)} of {len(results)} requests went through both processes; {moved / 1e6:.1f} MB of KV moved"
+def _verdict(run: TransportRun, verified: bool) -> str:
+    moved = sum(result.decode.kv_bytes_loaded for result in run.results if result.decode)
+    served = [result for result in run.results if result.decode]
+    text = f"{len(served)} of {run.num_requests} requests went through both processes; {moved / 1e6:.1f} MB of KV moved"
     if not verified:
-        return f"{text}; not compared (--no-verify)."
+        return f"{text}; not compared with a single process."
     same = sum(result.identical for result in served)
     if not served:
         return f"{text}; none is left to compare with a single process."

@@ -38,7 +38,7 @@ class PairSession:
     def run(self, transport: str, connector: Mapping[str, Any]) -> bool:
         """All requests through one pair. False if its processes could not go on; what was finished is kept. Raises InterlockError if nothing
         has come of anything yet and the user can mend it."""
-        run = TransportRun(transport)
+        run = TransportRun(transport, len(self._requests))
         self.runs.append(run)
         try:
             with StartDisplay() as display:
