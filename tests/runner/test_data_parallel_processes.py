@@ -80,6 +80,8 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep):
         assert generate(ranks, prompts[:1], counts[:1]) == expected[:1], "the second rank has no prompt"
         with pytest.raises(RequestError, match="prompt_token_ids is empty"):
             generate(ranks, [PROMPT, []], [3, 3])
+        with pytest.raises(RequestError, match="sampling_params is 5, expected SamplingParams"):
+            ranks.generate([PROMPT], 5)
         assert generate(ranks, prompts, counts) == expected
         ranks._processes[1].kill()
         with pytest.raises(DataParallelError, match="has ended"):

@@ -167,11 +167,12 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the runner and the connector. May be called twice."""
-        if self._connector is not None:
-            self._connector.shutdown()
-        self.runner.shutdown()
-        if self.lockstep is not None:
-            self.lockstep.close()
+        with ExitStack() as ends:  # in reverse order, and each although another fails
+            if self.lockstep is not None:
+                ends.callback(self.lockstep.close)
+            ends.callback(self.runner.shutdown)
+            if self._connector is not None:
+                ends.callback(self._connector.shutdown)
 
     def _delta(self, request: Request) -> RequestDelta:
         fresh = request.take_new_tokens()

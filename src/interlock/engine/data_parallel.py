@@ -14,7 +14,7 @@ from typing import Any, Self
 from interlock.core.config import EngineConfig
 from interlock.core.errors import DataParallelError, InterlockError
 from interlock.core.sampling_params import SamplingParams
-from interlock.engine.inputs import Prompt
+from interlock.engine.inputs import Prompt, list_params, list_prompts
 from interlock.engine.llm import LLM
 from interlock.engine.outputs import RequestOutput
 
@@ -50,20 +50,24 @@ class DataParallelLLM:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
-        """Complete a list of prompts, dealt out to the ranks in turn; results are in their order. sampling_params: one for all, or one for each.
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them, dealt out to the ranks in turn; results are in their order. sampling_params: one for all, or one
+        for each.
 
         Raises RequestError if one cannot be served, DataParallelError if a rank is gone.
         """
         size = len(self._connections)
+        listed = list_prompts(prompts)
+        params = list_params(listed, sampling_params)
         for rank in range(size):
-            params = sampling_params if sampling_params is None or isinstance(sampling_params, SamplingParams) else list(sampling_params[rank::size])
-            self._send(rank, (list(prompts[rank::size]), params))
+            self._send(rank, (listed[rank::size], params[rank::size]))
         answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
         for answer in answers:
             if isinstance(answer, InterlockError):
                 raise answer
-        return [answers[index % size][index // size] for index in range(len(prompts))]
+        return [answers[index % size][index // size] for index in range(len(listed))]
 
     def close(self) -> None:
         """End all ranks. May be called twice."""

@@ -118,6 +118,21 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
+def list_params(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    """Parameters for each of `prompts`: given for each, one for all, or the default ones. Raises RequestError."""
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams | Sequence) or isinstance(params, str | bytes):
+        raise RequestError(f"sampling_params is {params!r}, expected SamplingParams, or a list of them, one for each prompt")
+    listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    for entry in listed:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling_params has {entry!r}, expected SamplingParams")
+    if len(listed) != len(prompts):
+        raise RequestError(f"sampling_params has {len(listed)} entries for {len(prompts)} prompts, expected one for each, or one for all")
+    return listed
+
+
 def list_chats(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """One chat, or a list of chats, as a list. Raises RequestError for what is neither."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):

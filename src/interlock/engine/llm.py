@@ -13,7 +13,7 @@ from interlock.core.memory import available_memory
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.block_pool import PoolAudit
 from interlock.engine.core import EngineCore, Progress, Runner
-from interlock.engine.inputs import Messages, Prompt, TokenizedPrompt, list_chats, list_prompts
+from interlock.engine.inputs import Messages, Prompt, TokenizedPrompt, list_chats, list_params, list_prompts
 from interlock.engine.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput
 from interlock.engine.pacing import pause_seconds
 from interlock.engine.samples import PromptSamples
@@ -151,7 +151,7 @@ class LLM:
 
     def _admit(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
         listed = list_prompts(prompts)
-        params = _params_for(listed, sampling_params)
+        params = list_params(listed, sampling_params)
         tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
         samples = []
         for prompt, wanted in zip(tokenized, params, strict=True):
@@ -239,20 +239,6 @@ def _make_core(config: EngineConfig, runner: Runner | None, progress: Progress |
             f"the engine's memory could not be had ({str(error) or 'out of memory'}); of {given}, lower what is large"
             + ("" if available is None else f": this machine has {available} bytes available")
         ) from error
-
-
-def _params_for(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, SamplingParams | Sequence) or isinstance(params, str | bytes):
-        raise RequestError(f"sampling_params is {params!r}, expected SamplingParams, or a list of them, one for each prompt")
-    listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    for entry in listed:
-        if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling_params has {entry!r}, expected SamplingParams")
-    if len(listed) != len(prompts):
-        raise RequestError(f"sampling_params has {len(listed)} entries for {len(prompts)} prompts, expected one for each, or one for all")
-    return listed
 
 
 def _parse_object(name: str, text: str) -> Mapping[str, Any]:
