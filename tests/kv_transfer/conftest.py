@@ -47,6 +47,17 @@ def engines(transport):
 
 
 @pytest.fixture
+def push_pair(engines):
+    """`push_pair(consumer options)`: a producer and a consumer."""
+
+    def pair(producer=None, **options):
+        wanted = {"mode": "write", "num_blocks": 16}
+        return engines("kv_producer", **(wanted | (producer or {}))), engines("kv_consumer", **(wanted | options))
+
+    return pair
+
+
+@pytest.fixture
 def producer_process(transport):
     process = ProducerProcess(f"test-{uuid.uuid4().hex}", transport)
     yield process

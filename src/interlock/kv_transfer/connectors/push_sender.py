@@ -20,6 +20,7 @@ from interlock.kv_transfer.references import TransferName
 from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.copy_worker import PoolShape
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 from interlock.kv_transfer.transports.transport import PeerAddress, PeerGoneError, Transport
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class PushSender:
         self._shape = shape
         self._num_layers = len(shape.layer_addresses)
         self._condition = threading.Condition()
+        self._warnings = FirstWarnings(logger)
         self._pushes: dict[TransferName, _Push] = {}
         self._early: OrderedDict[TransferName, Announce] = OrderedDict()
         self._over: OrderedDict[TransferName, str] = OrderedDict()
@@ -145,7 +147,8 @@ class PushSender:
             if name in self._early:
                 return f"transfer {name.transfer_id!r} was announced before"
             if any(other.transfer_id == name.transfer_id for other in self._pushes):
-                return f"the prompt of transfer {name.transfer_id!r} is another one here; send both engines the same prompt"
+                # Not refused: whoever chose the same id must not keep its owner from meeting the request that is still to come.
+                self._warnings.warn(f"transfer {name.transfer_id!r} is announced for another prompt than the one computed here; it waits for its own")
             self._early[name] = message
             while len(self._early) > _MAX_EARLY:
                 self._ends.append((self._early.popitem(last=False)[1], "too many announcements of transfers that nobody has asked this engine for"))
