@@ -57,6 +57,29 @@ def test_a_gguf_file_with_any_byte_of_its_header_changed_loads_or_is_refused(tmp
     assert min(outcomes.values()) > 10, outcomes
 
 
+HYPERPARAMETERS = ["block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "expert_count", "rope.freq_base"]
+HYPERPARAMETERS += [f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length", "layer_norm_rms_epsilon")]
+HYPERPARAMETERS += [
+    f"rope.{name}" for name in ("dimension_count", "scale_linear", "scaling.factor", "scaling.type", "scaling.original_context_length")
+]
+GENERAL = [
+    "general.architecture",
+    "general.alignment",
+    "general.type",
+    "split.count",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.add_bos_token",
+    "tokenizer.chat_template",
+]
+
+
+@pytest.mark.parametrize("key", [*(f"llama.{name}" for name in HYPERPARAMETERS), *TOKENIZER, *GENERAL])
+def test_a_gguf_file_with_any_key_strange_loads_or_is_refused(tmp_path: Path, key: str) -> None:
+    for value in (True, 0, 3, 2**32 - 1, 0.5, math.nan, "", "yarn", [1], ["x"] * 4):
+        if key != "general.alignment" or not isinstance(value, list | str):  # the writer itself uses it
+            load_or_refuse(make_tiny_llama_gguf(tmp_path / "tiny.gguf", metadata=TOKENIZER | {key: value}))
+
+
 def test_a_block_count_beyond_what_the_file_holds_is_refused_at_once(tmp_path: Path) -> None:
     path = Path(make_tiny_llama_gguf(tmp_path / "tiny.gguf"))
     data = bytearray(path.read_bytes())

@@ -148,3 +148,15 @@ def test_all_threads_have_ended_when_the_error_is_raised(model, monkeypatch, pla
         EngineCore(config_of(model, PEER))
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("interlock")] == []
     del caught
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_a_half_that_fails_to_shut_down_does_not_keep_the_rest_alive(model, monkeypatch):
+    EngineCore(config_of(model, PEER)).shutdown()
+    before = held()
+    monkeypatch.setattr(PeerConnector, "shutdown", after(PeerConnector.shutdown, RuntimeError))
+    engine = EngineCore(config_of(model, PEER))
+    with pytest.raises(RuntimeError, match="refused"):
+        engine.shutdown()
+    del engine
+    assert held() == before

@@ -47,13 +47,13 @@ def load_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], eos_token_ids: 
     if model is None or model in ("none", "no_vocab"):
         return None
     if model != "gpt2":
-        raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r}, which is not supported; supported: 'gpt2' (byte-level BPE)")
+        raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r:.200}, which is not supported; supported: 'gpt2' (byte-level BPE)")
     pre = metadata.get("tokenizer.ggml.pre")
     if pre is None:
         logger.warning("%s: tokenizer.ggml.pre is absent; text is cut as llama.cpp does by default, which may differ from the model's training", path)
         pre = "default"
-    if pre not in _PRE_TOKENIZERS:
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {list(_PRE_TOKENIZERS)}")
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r:.200}, which is not supported; supported: {list(_PRE_TOKENIZERS)}")
     tokens = _array(path, metadata, "tokenizer.ggml.tokens", str)
     types = _array(path, metadata, "tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in metadata else [1] * len(tokens)
     if len(types) != len(tokens):

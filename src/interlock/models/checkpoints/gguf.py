@@ -95,7 +95,7 @@ def _rename(info: TensorInfo, config: ModelConfig) -> TensorInfo:
 def _model_config(file: GGUFFile) -> ModelConfig:
     path, metadata = file.path, file.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise refuse(path, "general.architecture", architecture, ", ".join(ARCHITECTURES))
     values = _Values(path, metadata, architecture)
     unknown = [key for key in metadata if key.startswith(f"{architecture}.") and key.removeprefix(f"{architecture}.") not in _KNOWN_KEYS]
