@@ -40,6 +40,7 @@ PEER = {"kv_connector": "PeerConnector"}
         ("cudagraph_capture_sizes", []),
         ("cudagraph_capture_sizes", [1.5]),
         ("cudagraph_capture_sizes", "12"),
+        ("cudagraph_capture_sizes", [100000]),
         ("cudagraph_mode", 5),
         ("kv_transfer_config", 5),
         ("kv_transfer_config", []),

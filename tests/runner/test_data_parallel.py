@@ -15,11 +15,12 @@ from runner_driver import RunnerDriver, released
 from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
 from interlock.core.config import EngineConfig, KVTransferConfig
-from interlock.core.errors import KernelError
+from interlock.core.errors import ConfigError, KernelError
 from interlock.core.forward_context import CUDAGraphMode, ForwardContext
 from interlock.core.step import LoadPromise
 from interlock.runner.data_parallel import Lockstep
 from interlock.runner.dispatch import Dispatcher
+from interlock.runner.kv_step import supported_mode
 from interlock.runner.model_runner import ModelRunner
 
 BLOCK, NUM_LAYERS = 4, 2
@@ -209,6 +210,11 @@ def test_a_rank_whose_load_needs_hooks_takes_the_others_out_of_full(model, remot
         assert drivers[1].tokens("loaded") == drivers[0].tokens("p")
         assert [output.cudagraph_runtime_mode for output in drivers[0].outputs[1:]] == [expected] * 4
         assert [output.cudagraph_runtime_mode for output in drivers[1].outputs[1:]] == [expected] * 4
+
+
+def test_gates_cannot_be_forced_on_a_connector_that_needs_hooks(model):
+    with pytest.raises(ConfigError, match=r"kv_load_wait is 'gate', but the connector 'test_data_parallel:PiecewiseConnector' needs hooks"):
+        supported_mode(config_of(model, BOTH, "test_data_parallel:PiecewiseConnector", kv_load_wait="gate"))
 
 
 def test_a_rank_that_waits_at_a_gate_gets_on_while_the_other_stands_in_the_next_collective(model, remote):

@@ -146,6 +146,11 @@ class EngineConfig:
             raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, expected a list of at least one token count, or None for the usual ones")
         for size in sizes or ():
             _check_integer("cudagraph_capture_sizes", size, 1, MAX_INT)
+        if sizes is not None and min(sizes) > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"cudagraph_capture_sizes is {list(sizes)}, expected one size of at most max_num_batched_tokens, which is "
+                f"{self.max_num_batched_tokens}: no step is larger; use enforce_eager for no graphs at all"
+            )
         if self.kv_load_wait == "gate" and self.graph_mode.decode_mode() is not CUDAGraphMode.FULL:
             eager = " with enforce_eager" if self.enforce_eager else ""
             raise ConfigError(

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from interlock.core.config import EngineConfig, KVCacheConfig
+from interlock.core.errors import ConfigError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.graphs.stream import Stream
 from interlock.graphs.timeline import Timelines
@@ -35,11 +36,16 @@ class StepTimelines:
 
 def supported_mode(config: EngineConfig) -> CUDAGraphMode:
     """The configured graph mode, lowered to PIECEWISE where it is FULL where hooks between layers
-    are needed: the connector declares that it cannot serve a FULL replay, or `kv_load_wait` is 'hook'."""
+    are needed: the connector declares that it cannot serve a FULL replay, or `kv_load_wait` is 'hook'. Raises ConfigError for gates then."""
     mode, transfer = config.graph_mode, config.kv_transfer_config
     if transfer is None or not mode.has_full_cudagraphs():
         return mode
     declared = connector_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+    if declared and config.kv_load_wait == "gate":
+        raise ConfigError(
+            f"kv_load_wait is 'gate', but the connector {transfer.kv_connector!r} needs hooks between the layers "
+            "(requires_piecewise_for_cudagraph), so no step is a FULL replay; use 'auto' or 'barrier'"
+        )
     return CUDAGraphMode.PIECEWISE if declared or config.kv_load_wait == "hook" else mode
 
 
