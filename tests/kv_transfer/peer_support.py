@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from interlock.kv_transfer.lifecycle import KVStepDriver
 from interlock.kv_transfer.references import from_params, sign
 from interlock.kv_transfer.transports.shared_memory import allocate_pool
 
+MINE, THEIRS = list(range(100, 112)), list(range(200, 212))
+MY_BLOCKS, THEIR_BLOCKS = [1, 2, 3], [4, 5, 6]
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -142,6 +145,24 @@ class PeerEngine:
         self.driver.shutdown()
         self.scheduler.shutdown()
         self.pool.close()
+
+
+def two_hand_offs(engines: Any, consumers: int = 1) -> tuple[PeerEngine, list[PeerEngine], dict[str, Any], dict[str, Any]]:
+    """A producer that keeps two prompts for two users, and engines that read."""
+    producer = engines("kv_producer")
+    producer.fill(1)
+    mine, theirs = producer.prefill("mine", MINE, MY_BLOCKS), producer.prefill("theirs", THEIRS, THEIR_BLOCKS)
+    producer.step()
+    return producer, [engines("kv_consumer") for _ in range(consumers)], mine, theirs
+
+
+def load(consumer: PeerEngine, params: Any, tokens: list[int], blocks: Sequence[int] = (1, 2, 3), request_id: str = "d") -> str | None:
+    """A request brings parameters; the cause why its load failed, or None."""
+    request, promises = consumer.admit(request_id, tokens, params, list(blocks))
+    output = consumer.step(CUDAGraphMode.FULL, promises)
+    request.finish_reason = "length"
+    consumer.scheduler.request_finished(request, list(blocks))
+    return output.load_errors.get(request_id)
 
 
 def resigned(producer: PeerEngine, params: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -3,35 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
-from peer_support import resigned
+from peer_support import MINE, MY_BLOCKS, THEIR_BLOCKS, THEIRS, load, resigned, two_hand_offs
 
 from interlock.core.errors import KVTransferError, RequestError
-from interlock.core.forward_context import CUDAGraphMode
 from interlock.kv_transfer.references import KEY_BYTES, from_params, sign, token_digest, verify
 from interlock.kv_transfer.transports import peer_client, shared_memory
 
-MINE, THEIRS = list(range(100, 112)), list(range(200, 212))
-MY_BLOCKS, THEIR_BLOCKS = [1, 2, 3], [4, 5, 6]
-
 over_both_transports = pytest.mark.parametrize("transport", ["shared_memory", "nixl"], indirect=True)
-
-
-def two_hand_offs(engines, consumers=1):
-    """A producer that keeps two prompts for two users, and engines that read."""
-    producer = engines("kv_producer")
-    producer.fill(1)
-    mine, theirs = producer.prefill("mine", MINE, MY_BLOCKS), producer.prefill("theirs", THEIRS, THEIR_BLOCKS)
-    producer.step()
-    return producer, [engines("kv_consumer") for _ in range(consumers)], mine, theirs
-
-
-def load(consumer, params, tokens, blocks=(1, 2, 3), request_id="d"):
-    """A request brings parameters; the cause why its load failed, or None."""
-    request, promises = consumer.admit(request_id, tokens, params, list(blocks))
-    output = consumer.step(CUDAGraphMode.FULL, promises)
-    request.finish_reason = "length"
-    consumer.scheduler.request_finished(request, list(blocks))
-    return output.load_errors.get(request_id)
 
 
 def wait_for_end_of_leases(producer, *expected):

@@ -148,7 +148,10 @@ class PushSender:
                 return f"transfer {name.transfer_id!r} was announced before"
             if any(other.transfer_id == name.transfer_id for other in self._pushes):
                 # Not refused: whoever chose the same id must not keep its owner from meeting the request that is still to come.
-                self._warnings.warn(f"transfer {name.transfer_id!r} is announced for another prompt than the one computed here; it waits for its own")
+                self._warnings.warn(
+                    f"transfer {name.transfer_id!r} is announced for another prompt than the one computed here; it waits for its own",
+                    "another prompt",
+                )
             self._early[name] = message
             while len(self._early) > _MAX_EARLY:
                 self._ends.append((self._early.popitem(last=False)[1], "too many announcements of transfers that nobody has asked this engine for"))

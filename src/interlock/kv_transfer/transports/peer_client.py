@@ -249,7 +249,9 @@ class PeerPools:
             self._warnings.warn(f"engine {reference.engine_id!r} could not be told about its leases: {error}")
 
     def _send_done(self, reference: RemoteReference, peer: PeerAddress) -> None:
-        lease = self.get(peer, lambda: self._stopping).lease_of(reference)
+        lease = self._lease(self.get(peer, lambda: self._stopping), reference)
+        if lease is None:
+            return
         self.tell(peer, Done(signature=lease))
         if not reference.push:
             self.get(peer, lambda: self._stopping).memory.prefault()  # here, since earlier it would compete with the first read
@@ -272,7 +274,7 @@ class PeerPools:
         try:
             return pool.lease_of(reference)
         except KVTransferError as error:
-            self._warnings.warn(str(error))
+            self._warnings.warn(str(error), f"not given by {reference.engine_id}")
             with self._condition:
                 self._kept.pop(reference.key, None)
             return None

@@ -11,6 +11,7 @@ import threading
 from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.handshake import PROTOCOL_VERSION, PoolDescription, Welcome
 from interlock.kv_transfer.transports.channel import Channel, check_same_user, listen
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 from interlock.kv_transfer.transports.transport import Answerer
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class PoolServer:
     def __init__(self, engine_id: str, rank: int, descriptors: tuple[int, int], desk: Answerer) -> None:
         self._descriptors = descriptors
         self._desk = desk
+        self._warnings = FirstWarnings(logger)
         self._listener = listen(engine_id, rank)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -58,7 +60,7 @@ class PoolServer:
             check_same_user(connection)
         except (KVTransferError, OSError) as error:
             self._desk.foreign += 1
-            logger.warning("a connection was refused: %s", str(error))
+            self._warnings.warn(f"a connection was refused: {error}")
             connection.close()
             return
         channel = Channel(connection)
@@ -74,7 +76,7 @@ class PoolServer:
             channel.take_descriptors(0)
         except KVTransferError as error:
             self._desk.malformed += 1
-            logger.warning("a connection was closed: %s", str(error))
+            self._warnings.warn(f"a connection was closed: {error}")
             open_still = False
         except Exception:
             self._desk.malformed += 1

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from interlock.core.errors import ConfigError, KVTransferError
 from interlock.kv_transfer.handshake import MAX_MESSAGE_BYTES, Message, decode, encode
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 from interlock.kv_transfer.transports.transport import Answerer, PeerAddress, PeerGoneError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class ZmqServer:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int, allowed_hosts: Collection[str], desk: Answerer) -> None:
         self._desk = desk
+        self._warnings = FirstWarnings(logger)
         self._allowed = resolve_hosts(allowed_hosts)
         self._socket = context.socket(zmq.ROUTER)
         _limit(self._socket)
@@ -79,7 +81,7 @@ class ZmqServer:
             sender = str(frames[-1].get("Peer-Address"))
             if sender.removeprefix("::ffff:") not in self._allowed:
                 self._desk.foreign += 1
-                logger.warning("a message from %s was dropped, expected one from %s ('allowed_hosts')", sender, sorted(self._allowed))
+                self._warnings.warn(f"a message from {sender} was dropped, expected one from {sorted(self._allowed)} ('allowed_hosts')")
                 return
             if len(frames) != 2:
                 raise KVTransferError(f"a peer sent a message of {len(frames) - 1} frames, expected 1")
@@ -89,7 +91,7 @@ class ZmqServer:
                 self._socket.send_multipart([session, encode(answer)], zmq.NOBLOCK)
         except (KVTransferError, zmq.ZMQError) as error:
             self._refuse(session)
-            logger.warning("a message was refused: %s", str(error))
+            self._warnings.warn(f"a message was refused: {error}")
         except Exception:
             self._refuse(session)
             logger.exception("a message was refused")
