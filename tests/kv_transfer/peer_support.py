@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from kv_support import LAYERS, Batch, Request, context, engine_config, kv_cache_config, random_bytes, scheduler_output
 
+from children import end_with_parent
 from interlock.core.buffer import Buffer
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.step import CachedRequestData, LoadPromise
@@ -173,6 +174,7 @@ def resigned(producer: PeerEngine, params: dict[str, Any], **changes: Any) -> di
 
 def producer_process(pipe: Any, engine_id: str, transport: str, seed: int) -> None:
     """A prefill engine in its own process, driven over a pipe: ('prefill', id, tokens, blocks) → params, ('step',), ('stop',)."""
+    end_with_parent()
     engine = PeerEngine(engine_id, "kv_producer", transport=transport)
     engine.fill(seed)
     pipe.send("ready")
