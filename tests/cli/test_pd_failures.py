@@ -87,13 +87,13 @@ def test_no_single_process_is_started_when_nothing_is_left_to_compare(monkeypatc
 
 
 def test_a_result_that_could_not_be_compared_is_neither_called_equal_nor_different(capsys: pytest.CaptureFixture[str]) -> None:
-    run = TransportRun("shared_memory", 3, [HandOff(REQUEST, decode=finished())])
+    run = TransportRun("shared_memory", 3, [HandOff(REQUEST, finished(), finished()), HandOff(REQUEST, decode=finished())])
     show_runs([run], True)
     show_json([run])
     out = capsys.readouterr().out
     assert "not compared" in out
     assert "differ" not in out
-    assert "1 of 3 requests went through both processes" in out
+    assert "1 of 3 requests went through both processes, 1 through decode alone" in out
     assert '"tokens_equal_to_single_process": null' in out
 
 

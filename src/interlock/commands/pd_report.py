@@ -93,7 +93,9 @@ def _equality(result: HandOff) -> str:
 def _verdict(run: TransportRun, verified: bool) -> str:
     moved = sum(result.decode.kv_bytes_loaded for result in run.results if result.decode)
     served = [result for result in run.results if result.decode]
-    text = f"{len(served)} of {run.num_requests} requests went through both processes; {moved / 1e6:.1f} MB of KV moved"
+    both = sum(result.prefill is not None for result in served)
+    alone = f", {len(served) - both} through decode alone" if both < len(served) else ""
+    text = f"{both} of {run.num_requests} requests went through both processes{alone}; {moved / 1e6:.1f} MB of KV moved"
     if not verified:
         return f"{text}; not compared with a single process."
     same = sum(result.identical for result in served)
