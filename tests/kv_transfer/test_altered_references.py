@@ -1,5 +1,7 @@
 """References pass through clients: one that is not what the producer gave reads nothing, ends nothing, and disturbs nobody."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
@@ -145,6 +147,13 @@ def test_every_field_of_a_reference_is_signed(engines):
         altered = msgspec.structs.replace(reference, **{name: other[type(getattr(reference, name))]})
         with pytest.raises(KVTransferError, match="were altered"):
             verify(key, altered)
+
+
+def test_a_reference_survives_the_ways_of_json(engines):
+    producer, [consumer], mine, _ = two_hand_offs(engines)
+    mine = resigned(producer, mine, remote_blocks_expiry_time=1e9)
+    text = json.dumps(mine, sort_keys=True).replace("1000000000.0", "1000000000")  # as JavaScript writes it
+    assert load(consumer, json.loads(text), MINE) is None
 
 
 def test_a_producer_without_a_key_is_refused(engines):
