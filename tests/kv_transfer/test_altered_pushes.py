@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from kv_support import Request
+from kv_support import LAYERS, Request
 from push_support import BLOCKS, OURS, TOKENS, OnVirtualTime, Prefill, decode_params, park, wait_for, wait_received
 
 from interlock.core.errors import RequestError
 from interlock.kv_transfer.clock import VirtualClock
-from interlock.kv_transfer.handshake import Announce, Hello, describe_pool
+from interlock.kv_transfer.handshake import PROTOCOL_VERSION, Announce, Announced, Hello, describe_pool
 from interlock.kv_transfer.references import TransferName, token_digest
 from interlock.kv_transfer.transports.channel import Channel
 from interlock.kv_transfer.transports.desk import introduce
+from interlock.kv_transfer.transports.transport import PeerAddress
 
 OTHERS = [7] * 13
 OTHER_BLOCKS, THEIR_BLOCKS = [9, 10, 11, 12], [2, 4, 5, 7]
@@ -139,28 +140,51 @@ def test_a_transfer_id_is_not_taken_again_before_its_blocks_are_given_back(push_
         producer.scheduler.on_new_request(again)
 
 
+def announcement(consumer, **changes):
+    """For the blocks of a consumer, as it would make it."""
+    worker = consumer.worker._worker_half
+    fields = {
+        "transfer_id": "tx",
+        "nonce": 1,
+        "engine_id": consumer.worker.kv_transfer_config.engine_id,
+        "rank": 0,
+        "epoch": worker.epoch,
+        "host": worker._transport.host,
+        "port": worker._transport.port,
+        "start": 0,
+        "stop": 12,
+        "block_ids": OURS[:3],
+        "num_tokens": len(TOKENS),
+        "token_digest": token_digest(TOKENS),
+    }
+    return Announce(**(fields | changes))
+
+
+@over_both_transports
+@pytest.mark.parametrize("is_of_this_life", [True, False])
+def test_blocks_that_were_announced_in_another_life_of_the_consumer_are_not_written(push_pair, is_of_this_life):
+    producer, consumer = push_pair()
+    producer.fill(1)
+    params, worker = decode_params(producer), consumer.worker._worker_half
+    where = PeerAddress(params["remote_engine_id"], 0, params["remote_host"], params["remote_port"])
+    assert worker.pools.ask(where, announcement(consumer, epoch=worker.epoch + (not is_of_this_life)), lambda: False) == Announced()
+    told = []
+    worker.receiver.notified = worker.receiver.pushed = told.append
+    before = consumer.snapshot()
+    Prefill(producer).chunk(13)
+    sender = producer.worker._worker_half.sender
+    wait_for(lambda: len(told) == len(LAYERS) if is_of_this_life else sender.failed)
+    written = not np.array_equal(consumer.snapshot(), before)
+    assert written == (is_of_this_life and producer.worker._worker_half._transport.writes)
+
+
 def test_a_peer_announces_no_blocks_but_its_own(push_pair):
     producer, consumer = push_pair()
     engine_id = producer.worker.kv_transfer_config.engine_id
-    hello = Hello(version=3, engine_id="me", pool=describe_pool(producer.kv))
+    hello = Hello(version=PROTOCOL_VERSION, engine_id="me", pool=describe_pool(producer.kv))
     channel = Channel.connect(engine_id, 0)
     introduce(channel.send, lambda: channel.receive(5.0, lambda: False), engine_id, hello, None)
-    channel.send(
-        Announce(
-            transfer_id="tx",
-            nonce=1,
-            engine_id=consumer.worker.kv_transfer_config.engine_id,
-            rank=0,
-            epoch=consumer.worker._worker_half.epoch,
-            host=None,
-            port=None,
-            start=0,
-            stop=12,
-            block_ids=[1, 2, 3],
-            num_tokens=13,
-            token_digest=token_digest(TOKENS),
-        )
-    )
+    channel.send(announcement(consumer))
     wait_for(lambda: not channel.alive)
     channel.close()
     assert not announced(producer)

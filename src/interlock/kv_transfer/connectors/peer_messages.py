@@ -1,6 +1,6 @@
 """What the two halves of the peer connector tell each other with a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.references import RemoteReference, TransferName
@@ -73,5 +73,5 @@ class PeerWorkerMeta:
     ended_loads: frozenset[str] = frozenset()
     host: str | None = None
     port: int | None = None
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
     bytes_per_second: float | None = None

@@ -246,6 +246,7 @@ class PushSender:
         push, announcement = job.push, job.announcement
         try:
             pool = self._pools.get(_address(announcement), lambda: push.stopped)
+            pool.check_epoch(announcement.epoch)
             for chunk in job.chunks:
                 start, stop = max(push.sent[layer], chunk.start), min(chunk.stop, announcement.stop)
                 if start < stop and self._wait_written(push, layer, chunk.stamp):
