@@ -1,3 +1,6 @@
+import threading
+import time
+
 """The host tier's books: which slot holds what, what is pinned, what is evicted; what its options may be."""
 
 import dataclasses
@@ -171,11 +174,11 @@ def tier():
 
 def wait_for(collect):
     """Poll the worker's reports until there are some."""
-    for _ in range(1_000_000):
-        found = collect()
-        if found:
-            return found
-    raise AssertionError("no report")
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while not (found := collect()):
+        assert time.monotonic() < deadline, "no report"
+        pause.wait(0.001)
+    return found
 
 
 def load_of(places, *, synchronous, block_ids=(5, 6)):
@@ -188,7 +191,10 @@ def test_saved_blocks_come_back_byte_for_byte(tier, synchronous):
     worker, layers = tier
     before = [layer.copy() for layer in layers]
     worker.save([TierSave(1, key_of(0), 2, 3), TierSave(2, key_of(1), 0, 1)])
-    assert sorted(wait_for(lambda: worker.reports.worker_meta().stored)) == [(1, True), (2, True)]
+    stored = []
+    while len(stored) < 2:
+        stored += wait_for(lambda: worker.reports.worker_meta().stored)
+    assert sorted(stored) == [(1, True), (2, True)]
     ledger = Ledger(CONFIG.num_layers, CONFIG.block_size)
     ledger.open_step(1, [LoadPromise("r", 0, 2 * CONFIG.block_size, (5, 6))] if synchronous else [], 60)
     worker.load(load_of([3, 1], synchronous=synchronous), 1, ledger)
