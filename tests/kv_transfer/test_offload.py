@@ -1,9 +1,8 @@
-import threading
-import time
-
 """The host tier's books: which slot holds what, what is pinned, what is evicted; what its options may be."""
 
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import pytest
