@@ -223,3 +223,24 @@ def test_another_model_or_kv_dtype_or_block_size_finds_nothing(model, alone, tmp
             run(llm, A)
             assert llm.metrics()["num_external_tokens"] == 0
             drain(llm)
+
+
+def test_files_of_others_in_the_directory_survive_start_and_eviction_and_leftovers_do_not(model, alone, tmp_path):
+    bound = 6 * (BLOCK_BYTES + 128)
+    extra = {"path": str(tmp_path), "max_bytes": bound}
+    with open_engine(model, "StorageConnector", extra) as llm:
+        assert run(llm, A) == alone[0]
+        drain(llm)
+    entry = next(tmp_path.rglob("*.kv"))
+    leftover = entry.with_name(f".{entry.name}.1.{'0' * 32}.tmp")
+    foreign = [place / name for place in (tmp_path, *list(entry.parents)[:3]) for name in ("thesis.tmp", "x.kv")]
+    for path in [leftover, *foreign]:
+        path.write_bytes(b"x" * bound)
+        os.utime(path, (1, 1))
+    with open_engine(model, "StorageConnector", extra) as llm:
+        assert not leftover.exists()
+        for prompt, expected in zip([A, B], alone, strict=True):
+            assert run(llm, prompt) == expected
+            forget_local(llm)
+    assert all(path.stat().st_size == bound for path in foreign)
+    assert 0 < sum(path.stat().st_size for path in tmp_path.rglob("*.kv") if path not in foreign) <= bound

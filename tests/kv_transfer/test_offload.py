@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,6 +267,10 @@ def test_options_that_cannot_be_used_are_refused(extra, message):
         ({"path": "/dev/null/x"}, "cannot be made"),
         ({"read_timeout": 0}, "is 0, expected a number of seconds above 0"),
         ({"read_timeout": float("inf")}, "is inf, expected"),
+        ({"read_timeout": 1e300}, r"\['read_timeout'\] is 1e\+300, expected .* at most 86400"),
+        ({"read_timeout": 10**400}, r"\['read_timeout'\] is 10+, expected .* at most 86400"),
+        ({"path": "a\0b"}, r"\['path'\]\) cannot be made"),
+        ({"path": "\ud800"}, r"\['path'\]\) cannot be made"),
         ({"max_bytes": 10}, "max_bytes is 10, expected at least"),
         ({"staging_bytes": 10}, "staging_bytes is 10, expected at least"),
         ({"cpu_bytes": 1}, r"unknown keys \['cpu_bytes'\]"),
@@ -274,6 +279,13 @@ def test_options_that_cannot_be_used_are_refused(extra, message):
 def test_options_of_the_storage_connector_that_cannot_be_used_are_refused(extra, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         create("StorageConnector", {"path": str(tmp_path), **extra} if extra else {})
+
+
+@pytest.mark.parametrize(("occupy", "message"), [(Path.touch, "cannot be made"), (lambda path: path.symlink_to("/"), "is a symbolic link")])
+def test_a_subdirectory_of_storage_that_is_something_else_is_refused(occupy, message, tmp_path):
+    occupy(tmp_path / "interlock-kv")
+    with pytest.raises(ConfigError, match=message):
+        create("StorageConnector", {"path": str(tmp_path)})
 
 
 @pytest.mark.parametrize("name", ["OffloadConnector", "MultiConnector"])

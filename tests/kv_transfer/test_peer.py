@@ -291,7 +291,7 @@ def test_without_the_generation_another_prompts_kv_would_be_accepted(engines, he
 
 
 def test_a_lease_that_expires_in_mid_read_is_a_failure(engines, held):
-    producer, consumer = engines(connector=held), engines(connector=held, timeout=29.0, lease_seconds=1e9)
+    producer, consumer = engines(connector=held), engines(connector=held, timeout=29.0, lease_seconds=86400)
     params = producer.prefill("p", TOKENS[:8], [1, 2])
     params = resigned(producer, params, remote_blocks_expiry_time=20.0)
     _, promises = consumer.admit("d", TOKENS[:8], params, [1, 2])

@@ -70,6 +70,12 @@ class TestConfiguration:
             with pytest.raises(ConfigError, match=named):
                 PeerConnector(engine_config("e", **extra), KVConnectorRole.SCHEDULER, kv_cache_config())
 
+    @pytest.mark.parametrize("name", ["lease_seconds", "handshake_timeout"])
+    @pytest.mark.parametrize("value", [1e308, 10**400, 86401, float("inf"), float("nan"), 0, True])
+    def test_seconds_that_no_clock_can_bear_are_refused(self, name, value):
+        with pytest.raises(ConfigError, match=f"'{name}'.* expected a number of seconds above 0, at most 86400"):
+            PeerConnector(engine_config("e", **{name: value}), KVConnectorRole.SCHEDULER, kv_cache_config())
+
     def test_the_halves_do_not_do_each_others_work(self):
         scheduler = PeerConnector(engine_config("e"), KVConnectorRole.SCHEDULER, kv_cache_config())
         with pytest.raises(LifecycleError, match="worker-side"):

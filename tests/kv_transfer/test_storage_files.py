@@ -1,5 +1,6 @@
 """Files of KV blocks: an entry is whole or absent, whoever writes, fails, dies or reads."""
 
+import errno
 import os
 import random
 import signal
@@ -243,6 +244,120 @@ def test_the_least_recently_used_go_first_and_the_bound_holds_after_each_write(t
     assert files.contains(key_of(0))
     assert not files.contains(key_of(1))
     assert all(files.contains(key_of(number)) for number in (7, 8, 9, 10))
+
+
+def foreign_places(files):
+    """Where others may have files: beside ours, in our directories, and with names and places that are almost ours."""
+    path = files.path(key_of(0xAB))
+    temporary = files.temporary_path(path)
+    root, namespace, group = path.parents[2], path.parents[1], path.parent
+    return [
+        *(place / name for place in (root.parent, root, namespace, group) for name in ("thesis.tmp", "x.kv", ".x.kv.1.2.tmp")),
+        *(
+            place / name
+            for place in (
+                root.parent,
+                root,
+                namespace,
+                root.parent / namespace.name / group.name,
+                root / "not-a-namespace" / group.name,
+                root / namespace.name.upper() / group.name,
+                namespace / "deep",
+                namespace / "AB",
+                namespace / "cd",
+                group / group.name,
+            )
+            for name in (path.name, temporary.name)
+        ),
+        group / (path.name + ".tmp"),
+        group / (path.name + "\n"),
+        group / path.name.replace("a", "A"),
+        group / path.name[1:],
+        group / temporary.name[1:],
+        group / temporary.name.replace(f".{os.getpid()}.", ".x."),
+    ]
+
+
+def put(path, size):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    os.utime(path, (1, 1))
+
+
+def fill(files):
+    """Write five times what fits."""
+    for number in range(40):
+        files.write(key_of(number), payload_of(number))
+        assert files.used_bytes() <= files.max_bytes
+
+
+def small(tmp_path):
+    files = BlockFiles(tmp_path, CONFIG, 0)
+    files.max_bytes = 8 * files.file_bytes
+    return files
+
+
+def test_files_of_others_are_neither_removed_nor_counted(tmp_path):
+    files = small(tmp_path)
+    foreign = foreign_places(files)
+    for path in foreign:
+        put(path, files.file_bytes)
+    files.clean()
+    assert files.used_bytes() == 0
+    fill(files)
+    assert files.used_bytes() >= 6 * files.file_bytes, "those of others take no room"
+    files.clean()
+    assert [path for path in foreign if not path.exists()] == []
+
+
+def test_leftovers_and_entries_of_all_namespaces_are_cleaned_and_evicted(tmp_path):
+    files, other = small(tmp_path), BlockFiles(tmp_path, kv_cache_config(identity="kv-b"), ROOM)
+    leftovers = [each.temporary_path(each.path(key_of(1))) for each in (files, other)]
+    for path in [*leftovers, other.path(key_of(1))]:
+        put(path, files.file_bytes)
+    assert files.used_bytes() == 3 * files.file_bytes
+    files.clean()
+    assert all_files(tmp_path) == [other.path(key_of(1))]
+    fill(files)
+    assert not other.contains(key_of(1))
+
+
+@pytest.mark.parametrize("depth", [2, 1, 0], ids=["root", "namespace", "group"])
+def test_a_symbolic_link_to_a_directory_is_not_followed(tmp_path, depth):
+    elsewhere, files = BlockFiles(tmp_path / "elsewhere", CONFIG, ROOM), small(tmp_path / "ours")
+    elsewhere.write(key_of(1), payload_of(1))
+    put(elsewhere.temporary_path(elsewhere.path(key_of(1))), 10)
+    before = {path: path.stat().st_mtime_ns for path in all_files(tmp_path / "elsewhere")}
+    link = files.path(key_of(1)).parents[depth]
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere.path(key_of(1)).parents[depth])
+    files.clean()
+    files.remove(key_of(1))
+    assert files.used_bytes() == 0
+    assert not files.contains(key_of(1))
+    for attempt in (lambda: files.read(key_of(1)), lambda: files.write(key_of(1), payload_of(2))):
+        with pytest.raises(OSError, match="symbolic link") as caught:
+            attempt()
+        assert caught.value.errno == errno.ELOOP
+    assert {path: path.stat().st_mtime_ns for path in all_files(tmp_path / "elsewhere")} == before
+
+
+def test_a_symbolic_link_in_the_place_of_an_entry_or_a_leftover_is_not_followed(tmp_path):
+    files, victim = small(tmp_path), tmp_path / "victim"
+    put(victim, files.file_bytes)
+    path = files.path(key_of(100))
+    path.parent.mkdir(parents=True)
+    links = [path, files.temporary_path(path)]
+    for link in links:
+        link.symlink_to(victim)
+    files.clean()
+    assert files.used_bytes() == 0
+    assert not files.contains(key_of(100))
+    with pytest.raises(OSError, match="symbolic links"):
+        files.read(key_of(100))
+    fill(files)
+    assert all(link.is_symlink() for link in links)
+    assert victim.stat().st_mtime == 1
 
 
 def test_an_entry_that_is_evicted_while_it_is_looked_at_is_written(tmp_path):

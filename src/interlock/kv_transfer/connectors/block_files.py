@@ -2,17 +2,23 @@
 
 A file is written under a name that nobody else uses and then renamed, so an entry is whole or absent. Its header says what it holds: the
 content key, the namespace (KV identity, layout, kernel version) and a digest of the payload. Whatever does not agree is a miss.
+
+All lie at `<directory>/interlock-kv/<namespace>/<first two digits of the key>/`. Nothing is touched or counted that is not a regular file of
+such a place and name, and no symbolic link below `<directory>` is followed.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import re
+import stat
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from interlock.core.config import KVCacheConfig
@@ -24,7 +30,10 @@ Payload = bytes | bytearray | memoryview
 
 _MAGIC = b"ILKVBLK\x01"
 _HEADER = struct.Struct("<8sQ32s32s32s16x")  # magic, payload bytes, key, namespace, digest of the payload
+_SUBDIRECTORY = "interlock-kv"
 _SUFFIX, _TEMPORARY = ".kv", ".tmp"
+_NAMESPACE_NAME, _GROUP_NAME = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
+_FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv|\.[0-9a-f]{64}\.kv\.[0-9]+\.[0-9a-f]{32}\.tmp")
 _RESCAN_FRACTION = 16  # other writers' bytes are looked at after we have written this part of the bound
 _KEEP_FRACTION = 8  # an eviction frees this part of the bound more than it must
 
@@ -44,12 +53,12 @@ def namespace_of(config: KVCacheConfig) -> bytes:
 
 
 class BlockFiles:
-    """The files of one namespace below `root`. max_bytes: of all files below `root`; the least recently used go first, whoever wrote them.
-    Each process keeps the bound by what it last saw of the others. All methods may be called from any thread; they may take as long as the
-    file system does."""
+    """The files of one namespace in `root`, a subdirectory of `directory`. max_bytes: of the files of all namespaces; the least recently
+    used go first, whichever engine wrote them. Each process keeps the bound by what it last saw of the others. All methods may be called
+    from any thread; they may take as long as the file system does."""
 
-    def __init__(self, root: Path, config: KVCacheConfig, max_bytes: int) -> None:
-        self.root = root
+    def __init__(self, directory: Path, config: KVCacheConfig, max_bytes: int) -> None:
+        self.root = directory / _SUBDIRECTORY
         self.namespace = namespace_of(config)
         self.payload_bytes = config.num_layers * config.block_bytes
         self.file_bytes = _HEADER.size + self.payload_bytes
@@ -65,14 +74,18 @@ class BlockFiles:
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry of the right size."""
+        path = self.path(key)
         try:
-            return self.path(key).stat().st_size == self.file_bytes
+            self._refuse_links(path)
+            status = path.lstat()
         except OSError:
             return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes
 
     def read(self, key: bytes) -> memoryview:
         """The payload, uint8 [payload_bytes], verified. Raises OSError, or KVTransferError for a bad entry, which is removed."""
         path = self.path(key)
+        self._refuse_links(path)
         data = self.read_bytes(path)
         if not self._holds(data, key):
             self.remove(key)
@@ -89,8 +102,9 @@ class BlockFiles:
                 os.utime(path)
                 return
         self._make_room()
-        for directory in (path.parent.parent, path.parent):
+        for directory in (self.root, path.parent.parent, path.parent):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._refuse_links(path)
         temporary = self.temporary_path(path)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -110,14 +124,18 @@ class BlockFiles:
 
     def remove(self, key: bytes) -> None:
         """Remove an entry, if it is there and can be removed."""
+        path = self.path(key)
         with contextlib.suppress(OSError):
-            self.path(key).unlink()
+            self._refuse_links(path)
+            path.unlink()
 
     def clean(self) -> None:
         """Remove what writers that are gone have left half-written."""
-        for path, _ in self._entries(_TEMPORARY):
+        for path, _ in self._entries():
+            if path.suffix != _TEMPORARY:
+                continue
             with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
@@ -125,8 +143,8 @@ class BlockFiles:
                     os.close(fd)
 
     def used_bytes(self) -> int:
-        """Bytes of all files below `root`, as they are now."""
-        return sum(status.st_size for _, status in self._entries(""))
+        """Bytes of the files of all namespaces, as they are now, half-written ones included."""
+        return sum(status.st_size for _, status in self._entries())
 
     # ---- single steps of the above, where faults are injected
 
@@ -138,7 +156,7 @@ class BlockFiles:
     def read_bytes(self, path: Path) -> bytearray:
         """All bytes of a file, up to one more than a whole one has."""
         data = bytearray(self.file_bytes + 1)
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
             filled = 0
             while filled < len(data) and (count := file.readinto(memoryview(data)[filled:])):
                 filled += count
@@ -169,7 +187,7 @@ class BlockFiles:
         """Evict until one more file fits."""
         with self._lock:
             if self._used is None or self._used + self.file_bytes > self.max_bytes or self._unseen > self.max_bytes // _RESCAN_FRACTION:
-                entries = list(self._entries(""))
+                entries = list(self._entries())
                 self._used, self._unseen = sum(status.st_size for _, status in entries), 0
                 if self._used + self.file_bytes > self.max_bytes:
                     self._evict([entry for entry in entries if entry[0].suffix == _SUFFIX])
@@ -184,13 +202,34 @@ class BlockFiles:
                 path.unlink()
             self._used -= status.st_size
 
-    def _entries(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        for directory, _, names in os.walk(self.root):
-            for name in names:
-                if name.endswith(suffix):
-                    path = Path(directory) / name
-                    with contextlib.suppress(OSError):
-                        yield path, path.stat()
+    def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """The files of all namespaces, whole and half-written."""
+        if self.root.is_symlink():
+            return
+        for namespace, _ in _named(self.root, _NAMESPACE_NAME, stat.S_ISDIR):
+            for group, _ in _named(namespace, _GROUP_NAME, stat.S_ISDIR):
+                for path, status in _named(group, _FILE_NAME, stat.S_ISREG):
+                    if path.name.removeprefix(".").startswith(group.name):
+                        yield path, status
+
+    def _refuse_links(self, path: Path) -> None:
+        """Raises OSError if a directory on the way from `root` to `path` is a symbolic link."""
+        for directory in (self.root, path.parent.parent, path.parent):
+            if directory.is_symlink():
+                raise OSError(errno.ELOOP, "a symbolic link in the place of a directory of ours", str(directory))
+
+
+def _named(directory: Path, name: re.Pattern[str], is_kind: Callable[[int], bool]) -> Iterator[tuple[Path, os.stat_result]]:
+    """What lies in `directory` and has such a name and is of the kind itself, not through a symbolic link."""
+    try:
+        found = os.listdir(directory)
+    except OSError:
+        return
+    for path in (directory / entry for entry in found if name.fullmatch(entry)):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if is_kind(status.st_mode):
+                yield path, status
 
 
 def _digest(payload: Payload) -> bytes:

@@ -7,13 +7,15 @@ from typing import Any, Literal
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.transports.transport import Copy, Transport
 
+_MAX_SECONDS = 86400
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
     """mode: who moves the bytes, the decode engine ('read') or the prefill engine ('write'). transport: 'shared_memory' (one host, one user)
-    or 'nixl'. lease_seconds: how long blocks are kept for a consumer that says nothing; handshake_timeout: of one exchange, in seconds.
+    or 'nixl'. lease_seconds: how long blocks are kept for a consumer that says nothing; handshake_timeout: of one exchange. Both in seconds,
+    at most a day.
 
     NIXL only: host, port (0: any free one): where the side channel listens; allowed_hosts: of peers; secret: that peers must know;
     ucx_tls, ucx_error_handling: how UCX is set up (README). An unknown or unusable option is a ConfigError.
@@ -39,7 +41,7 @@ class PeerOptions:
             raise ConfigError(f"kv_connector_extra_config has unknown keys {unknown}, expected some of {sorted(known)}")
         for name in ("lease_seconds", "handshake_timeout"):
             value = extra.get(name, 1)
-            _expect(name, value, _is_number(value) and 0 < value < float("inf"), "a number of seconds above 0")
+            _expect(name, value, _is_number(value) and 0 < value <= _MAX_SECONDS, f"a number of seconds above 0, at most {_MAX_SECONDS}")
         _expect_choice(extra, "mode", ("read", "write"))
         _expect_choice(extra, "transport", ("shared_memory", "nixl"))
         _expect_choice(extra, "ucx_error_handling", (None, "none", "peer"))
