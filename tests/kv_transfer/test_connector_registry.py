@@ -30,6 +30,9 @@ def test_connectors_are_made_by_name_by_import_path_and_by_module_path():
         ("kv_support:Nothing", {}, "Nothing"),
         ("kv_support:LAYERS", {}, "subclass"),
         (":Class", {}, "cannot be imported"),
+        (".relative:Class", {}, "'.relative:Class' is relative"),
+        ("Class", {"kv_connector_module_path": ".relative"}, "'.relative:Class' is relative"),
+        ("interlock.kv_transfer.connector:KVConnector", {}, "is abstract.*it lacks .*'get_num_new_matched_tokens'.*'wait_for_save'"),
         ("PeerConnector", {"kv_connector_module_path": "no_such_package"}, "no_such_package"),
     ],
 )

@@ -13,7 +13,7 @@ from interlock.core.step import KVConnectorOutput, LoadPromise
 from interlock.kv_transfer.connector import KVConnectorRole, KVConnectorTransferResults
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.lifecycle import KVStepDriver
-from interlock.kv_transfer.registry import connector_class, create_connector
+from interlock.kv_transfer.registry import check_connector, connector_class, create_connector
 
 MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 
@@ -344,6 +344,14 @@ def test_a_configuration_that_cannot_be_used_is_refused(extra, message):
     config = dataclasses.replace(engine_config(), kv_transfer_config=transfer)
     with pytest.raises(ConfigError, match=message):
         create_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+
+
+def test_two_peers_under_one_engine_id_are_refused_before_anything_is_made():
+    peer = {"kv_connector": "PeerConnector"}
+    config = dataclasses.replace(engine_config(), kv_transfer_config=transfer_config(peer, child("Child"), peer))
+    with pytest.raises(ConfigError, match=r"two PeerConnectors with the same engine_id 'engine'.*list one PeerConnector"):
+        check_connector(config, kv_cache_config())
+    check_connector(dataclasses.replace(config, kv_transfer_config=transfer_config(peer, {**peer, "engine_id": "other"})), kv_cache_config())
 
 
 def test_children_have_the_engines_role_unless_they_name_their_own():

@@ -1,6 +1,7 @@
 """Connectors by name, or by import path."""
 
 import importlib
+import inspect
 from typing import Final
 
 from interlock.core.config import EngineConfig, KVCacheConfig, KVTransferConfig
@@ -24,12 +25,16 @@ def connector_class(transfer: KVTransferConfig) -> type[KVConnector]:
     module_name, _, class_name = path.partition(":")
     if not class_name:
         raise ConfigError(f"kv_connector is {name!r}, expected one of {sorted(CONNECTORS)}, or 'package.module:Class'")
+    if module_name.startswith("."):
+        raise ConfigError(f"kv_connector {path!r} is relative, expected the whole name of the module, such as 'package.module:Class'")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"kv_connector {path!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, KVConnector)):
         raise ConfigError(f"kv_connector {path!r} is {found!r}, expected a subclass of interlock.kv_transfer.connector.KVConnector")
+    if inspect.isabstract(found):
+        raise ConfigError(f"kv_connector {path!r} is abstract, expected a class that has all methods; it lacks {sorted(found.__abstractmethods__)}")
     return found
 
 

@@ -47,9 +47,18 @@ class MultiConnector(KVConnector):
 
     @classmethod
     def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-        """The children's, in order."""
+        """The children's, in order. Two that hand over to other engines need an `engine_id` each, under which these reach them."""
+        names: set[tuple[str, str]] = set()
         for child in _child_engine_configs(config):
             check_connector(child, kv_cache_config)
+            assert child.kv_transfer_config is not None
+            found, engine_id = connector_class(child.kv_transfer_config), child.kv_transfer_config.engine_id
+            if found.hands_over and (found.__name__, engine_id) in names:
+                raise ConfigError(
+                    f"kv_connector_extra_config['connectors'] has two {found.__name__}s with the same engine_id {engine_id!r}, and other "
+                    f"engines could not tell them apart; list one {found.__name__}, or give each child an 'engine_id' of its own"
+                )
+            names.add((found.__name__, engine_id))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
