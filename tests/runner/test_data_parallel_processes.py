@@ -84,7 +84,7 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep):
             ranks.generate([PROMPT], 5)
         assert generate(ranks, prompts, counts) == expected
         ranks._processes[1].kill()
-        with pytest.raises(DataParallelError, match="has ended"):
+        with pytest.raises(DataParallelError, match="rank 1 has ended"):
             generate(ranks, prompts, counts)
 
 

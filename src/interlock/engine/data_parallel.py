@@ -65,6 +65,8 @@ class DataParallelLLM:
             self._send(rank, (listed[rank::size], params[rank::size]))
         answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
         for answer in answers:
+            if isinstance(answer, DataParallelError):
+                self.close()
             if isinstance(answer, InterlockError):
                 raise answer
         return [answers[index % size][index // size] for index in range(len(listed))]
@@ -127,7 +129,8 @@ def _serve(config: EngineConfig, connection: Connection) -> None:
                 return
             try:
                 answer: Any = llm.generate(prompts, params)
-            except DataParallelError:
+            except DataParallelError as error:
+                connection.send(error)
                 raise
             except InterlockError as error:
                 answer = error
