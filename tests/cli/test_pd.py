@@ -269,6 +269,25 @@ def test_each_transport_is_shown_and_compared_with_a_barrier(engine_flags: list[
     assert all(float(value) > 0 for row in rows for value in row[1:3])
 
 
+PUSH = ["--kv-transfer-config", '{"kv_connector": "PeerConnector", "kv_connector_extra_config": {"mode": "write"}}']
+
+
+def test_pushed_kv_is_accounted_for(engine_flags: list[str]) -> None:
+    status, out, err = Command(["pd", "a" * 200, "--json", "--no-verify", "--max-tokens", "2", *PUSH, *engine_flags]).finish()
+    assert status == 0, err
+    handoff = json.loads(out)["handoff"]
+    assert handoff["kv_bytes_moved"] > 0
+    assert handoff["load_wait_seconds"] > 0
+
+
+def test_gates_are_not_compared_with_a_barrier_where_no_step_waits(engine_flags: list[str]) -> None:
+    arguments = ["pd", "a" * 200, "--no-verify", "--max-tokens", "2", "--compare-barrier", *PUSH, *engine_flags]
+    status, out, err = Command(arguments).finish()
+    assert status == 0, err
+    assert "pushed KV is waited for outside the steps, so there is nothing to compare" in out
+    assert "saved" not in out
+
+
 def test_json_names_the_transport(engine_flags: list[str]) -> None:
     _, out, _ = Command(["pd", "hello", "--json", "--no-verify", "--max-tokens", "2", "--transport", "nixl", *engine_flags]).finish()
     assert json.loads(out)["handoff"]["transport"] == "nixl"

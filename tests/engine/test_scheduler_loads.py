@@ -152,6 +152,19 @@ def test_an_asynchronous_load_parks_the_request_and_is_findable_only_after_it_ha
     h.assert_drained()
 
 
+@pytest.mark.parametrize(("fail_from", "num_bytes"), [(None, 12 * 8), (1, 0)])
+def test_an_asynchronous_load_accounts_for_its_bytes_if_it_landed_and_for_the_time_from_parking_to_its_end(fail_from, num_bytes):
+    h, connector = harness()
+    connector.offers["a"] = Offer(12, is_async=True, delay=3, fail_from=fail_from)
+    h.add("a", PROMPT)
+    h.drain()
+    metrics = h.done["a"].metrics
+    assert metrics.num_parked_loads == 1
+    assert metrics.loaded_bytes == num_bytes
+    assert metrics.load_wait_seconds == 4, "the clock of the tests counts steps"
+    assert h.output_of("a") == run_alone(PROMPT, 4)
+
+
 def test_a_connector_that_does_not_know_yet_is_asked_again_and_holds_up_nobody():
     h, connector = harness()
     connector.offers["a"] = Offer(12, unknown_times=2)

@@ -29,9 +29,12 @@ def show_runs(runs: list[TransportRun], verified: bool) -> None:
     for run in runs:
         console.print(_table(run, verified))
         console.print(_verdict(run, verified))
-    compared = [run for run in runs if run.waits is not None]
+    compared = [run for run in runs if run.waits is not None and run.waits.obstacle is None]
     if compared:
         console.print(_waits_table(compared))
+    for run in runs:
+        if run.waits is not None and run.waits.obstacle is not None:
+            console.print(f"Gates and barrier over {run.transport}: {run.waits.obstacle}, so there is nothing to compare.")
 
 
 def show_json(runs: list[TransportRun]) -> None:

@@ -14,12 +14,13 @@ logger = logging.getLogger(__name__)
 class LoadReports:
     """Acts on the reports. recompute: what becomes of a request whose KV did not land; False ends it with an error."""
 
-    def __init__(self, blocks: BlockManager, queues: RequestQueues, recompute: bool) -> None:
+    def __init__(self, blocks: BlockManager, queues: RequestQueues, recompute: bool, bytes_per_token: int) -> None:
         self.num_failed_loads = 0
         self.num_dropped_reports = 0
         self._blocks = blocks
         self._queues = queues
         self._recompute = recompute
+        self._bytes_per_token = bytes_per_token
         self._failed_blocks: dict[str, set[int]] = {}
 
     def handle(self, output: SchedulerOutput, report: KVConnectorOutput) -> set[Request]:
@@ -73,6 +74,8 @@ class LoadReports:
         request.load_state = LoadState.SETTLED
         if invalid:
             self._roll_back(request, invalid, report)
+        else:
+            request.metrics.loaded_bytes += request.num_external_tokens * self._bytes_per_token
         if not request.finished:
             self._blocks.publish(request)
 

@@ -51,7 +51,10 @@ class LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What happened to a request, and when. Times are seconds of `time.monotonic`; `cudagraph_modes` counts its steps by run-time mode."""
+    """What happened to a request, and when. Times are seconds of `time.monotonic`; `cudagraph_modes` counts its steps by run-time mode.
+
+    parked_time: when it last began to wait outside the steps for a load; num_parked_loads: how often it did.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -61,6 +64,8 @@ class RequestMetrics:
     num_external_tokens: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
+    num_parked_loads: int = 0
+    parked_time: float = 0.0
     load_wait_seconds: float = 0.0
     loaded_bytes: int = 0
     cudagraph_modes: dict[str, int] = field(default_factory=dict)

@@ -48,12 +48,15 @@ class RequestQueues:
         self.waiting.remove(request)
         self.loading[request.request_id] = request
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.metrics.num_parked_loads += 1
+        request.metrics.parked_time = self._clock()
 
     def unpark(self, request: Request) -> None:
         """The load of a request has ended."""
         del self.loading[request.request_id]
         bisect.insort(self.waiting, request, key=by_arrival)
         request.status = RequestStatus.WAITING
+        request.metrics.load_wait_seconds += self._clock() - request.metrics.parked_time
 
     def preempt(self, request: Request) -> None:
         """A running request, or one that waits with landed KV, gives up its blocks; it will be recomputed."""

@@ -36,7 +36,7 @@ class Scheduler:
         self._planner = StepPlanner(config, self.blocks, self._queues, connector, clock)
         recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
         recompute |= connector is not None and connector.recomputes_failed_loads
-        self._reports = LoadReports(self.blocks, self._queues, recompute)
+        self._reports = LoadReports(self.blocks, self._queues, recompute, kv_cache_config.bytes_per_token)
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._connector = connector

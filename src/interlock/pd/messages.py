@@ -65,6 +65,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
     logprobs: per output token the float64 values of the sampled token and of the most likely ones, in the engine's order, with their
     token ids. modes: steps by graph mode, first appearance first. ttft_seconds: from the request's arrival in this process to its first token.
+    load_parked: whether it waited for a load outside the steps.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     load_wait_seconds: float
     num_failed_loads: int
     kv_transfer_params: dict[str, Any] | None = None
+    load_parked: bool = False
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

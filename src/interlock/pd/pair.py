@@ -67,10 +67,12 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True)
 class WaitComparison:
-    """Times to first token on decode, in seconds: with the engine's own way of waiting for loads, and behind a barrier."""
+    """Times to first token on decode, in seconds: with the engine's own way of waiting for loads, and behind a barrier. obstacle: why
+    there are none, if no step waited for a load."""
 
     as_configured: list[float] = field(default_factory=list)
     barrier: list[float] = field(default_factory=list)
+    obstacle: str | None = None
 
 
 def bit_patterns(finished: Finished) -> list[list[tuple[int, str]]]:
@@ -134,8 +136,8 @@ class PrefillDecodePair:
 
     def compare_waits(self, request: PairRequest, rounds: int, on_progress: OnProgress) -> "WaitComparison":
         """First tokens of one prompt on the decode process and, in turn, on one more that waits for all of a load before it launches.
-        Neither has anything of the prompt in its cache. The first round of each is a warm-up and does not count. Raises InterlockError if
-        any of them fails."""
+        Neither has anything of the prompt in its cache. The first round of each is a warm-up and does not count. It ends at once where the
+        steps do not wait for the load. Raises InterlockError if any of them fails."""
         behind_barrier = self._start(
             "decode-barrier", {**self._engine, "kv_load_wait": "barrier"}, {**self._connector, "kv_role": "kv_consumer"}, on_progress
         )
@@ -149,6 +151,10 @@ class PrefillDecodePair:
                 if result.prefill is None:
                     raise InterlockError(f"there is no hand-off to compare ways of waiting on: {'; '.join(result.warnings)}")
                 result.decode = self._run(process, self._decode_message(result), _ignore, result)
+                if result.decode.load_parked:
+                    return WaitComparison(obstacle="pushed KV is waited for outside the steps")
+                if not result.decode.kv_bytes_loaded:
+                    return WaitComparison(obstacle="no KV was loaded")
                 if number:
                     seconds.append(result.decode.ttft_seconds)
         return found

@@ -120,6 +120,7 @@ def _finished(running: _Running, delta: RequestDelta) -> Finished:
         load_wait_seconds=metrics.load_wait_seconds,
         num_failed_loads=metrics.num_failed_loads,
         kv_transfer_params=delta.kv_transfer_params,
+        load_parked=metrics.num_parked_loads > 0,
     )
 
 
