@@ -152,7 +152,7 @@ class PrefillDecodePair:
                     raise InterlockError(f"there is no hand-off to compare ways of waiting on: {'; '.join(result.warnings)}")
                 result.decode = self._run(process, self._decode_message(result), _ignore, result)
                 if result.decode.load_parked:
-                    return WaitComparison(obstacle="pushed KV is waited for outside the steps")
+                    return WaitComparison(obstacle="KV that is pushed, or takes longer than max_sync_load_seconds, is waited for outside the steps")
                 if not result.decode.kv_bytes_loaded:
                     return WaitComparison(obstacle="no KV was loaded")
                 if number:
