@@ -25,6 +25,8 @@ PEER = {"kv_connector": "PeerConnector"}
         ("kv_load_timeout", math.inf),
         ("kv_load_timeout", math.nan),
         ("kv_load_timeout", "10"),
+        ("kv_async_load_timeout", 0),
+        ("kv_async_load_timeout", "120"),
         ("max_sync_load_seconds", "x"),
         ("max_sync_load_seconds", math.nan),
         ("max_sync_load_seconds", -1),

@@ -337,3 +337,19 @@ def test_a_wait_ends_on_the_last_report_without_the_clock_moving():
     thread.join()
     reporter.join()
     assert result == [True]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_a_connector_raises_in_a_deferred_start_or_a_wait_without_promises_does_not_fail_the_step(mode, monkeypatch, caplog):
+    driver, connector, _ = make_driver(RecordingConnector)
+
+    def explode(*_args):
+        raise OSError("no route")
+
+    connector.on_load = explode
+    monkeypatch.setattr(connector, "wait_for_layer_load", explode)
+    assert not run_step(driver, 1, mode).invalid_block_ids
+    assert connector.names()[-3:] == ["start_load_kv", "finish_forward", "wait_for_save"]
+    assert caplog.text.count("its loads of step 1 count as failed") == (1 if mode is CUDAGraphMode.FULL else 1 + len(LAYERS))
+    connector.on_load = lambda *_args: None
+    assert not run_step(driver, 2, mode).invalid_block_ids

@@ -160,6 +160,9 @@ _ENGINE_FLAGS: dict[str, Any] = {
         _option("--kv-load-wait", metavar="|".join(_WAITS), parser=_choice("kv_load_wait", _WAITS), help="Force one way of waiting for loads; auto."),
     ],
     "kv_load_timeout": Annotated[float | None, _option("--kv-load-timeout", help="Deadline of one KV load, in seconds; 10.")],
+    "kv_async_load_timeout": Annotated[
+        float | None, _option("--kv-async-load-timeout", help="Deadline of one KV load that no step waits for, in seconds; 120.")
+    ],
 }
 
 _SAMPLING_FLAGS: dict[str, Any] = {

@@ -79,7 +79,9 @@ class EngineConfig:
     model: 'smollm2' (the embedded model), a GGUF file, or a Hugging Face directory. dtype: how float weights are held
     ('auto' keeps the checkpoint's; quantised weights always stay as they are). kv_cache_memory_bytes: size of the KV pool.
     kv_load_wait: force one rung of the ladder: 'hook' makes FULL steps piecewise; 'gate' needs a mode in which decode steps are FULL replays, and
-    steps that such a mode runs otherwise still use hooks. kv_load_timeout: the deadline of one load.
+    steps that such a mode runs otherwise still use hooks. kv_load_timeout: the deadline of one load that a step consumes.
+    kv_async_load_timeout: the engine's deadline of a load outside the steps, and of a connector that does not know yet what it has;
+    generous, since a connector has deadlines of its own.
     max_sync_load_seconds: a load predicted to be slower than this waits outside the steps, if the connector can.
     data_parallel_size: engines (ranks) with the same model, of which this is number `data_parallel_rank`. data_parallel_lockstep: they
     make their steps together, with one collective each; rank 0 listens for the others at data_parallel_master_ip and _port.
@@ -102,6 +104,7 @@ class EngineConfig:
     kv_transfer_config: KVTransferConfig | None = None
     kv_load_wait: KVLoadWait = "auto"
     kv_load_timeout: float = 10.0
+    kv_async_load_timeout: float = 120.0
     max_sync_load_seconds: float | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
@@ -126,8 +129,10 @@ class EngineConfig:
         self._check_data_parallel()
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
-        if not _is_number(self.kv_load_timeout) or not 0 < self.kv_load_timeout <= MAX_SECONDS:
-            raise ConfigError(f"kv_load_timeout is {self.kv_load_timeout!r}, expected a number of seconds above 0 and up to {MAX_SECONDS:g}")
+        for name in ("kv_load_timeout", "kv_async_load_timeout"):
+            seconds = getattr(self, name)
+            if not _is_number(seconds) or not 0 < seconds <= MAX_SECONDS:
+                raise ConfigError(f"{name} is {seconds!r}, expected a number of seconds above 0 and up to {MAX_SECONDS:g}")
         if self.max_sync_load_seconds is not None and (not _is_number(self.max_sync_load_seconds) or not self.max_sync_load_seconds >= 0):
             raise ConfigError(f"max_sync_load_seconds is {self.max_sync_load_seconds!r}, expected a number of seconds of at least 0, or None")
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):

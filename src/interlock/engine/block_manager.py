@@ -19,6 +19,7 @@ class BlockManager:
         self._prefix_cache = PrefixCache(self.pool)
         self._leases: dict[str, list[int]] = {}
         self._transfers: dict[str, list[int]] = {}
+        self._overdue: set[str] = set()
         self._fences: dict[int, list[tuple[str, list[int]]]] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -121,7 +122,18 @@ class BlockManager:
         if req_id not in self._transfers:
             return False
         self.pool.release_quarantine(self._transfers.pop(req_id), f"load {req_id}")
+        self._overdue.discard(req_id)
         return True
+
+    def stop_expecting(self, req_id: str) -> None:
+        """Nobody steps any more for the end of `req_id`'s load, if it is known; its blocks stay quarantined until `end_transfer`."""
+        if req_id in self._transfers:
+            self._overdue.add(req_id)
+
+    def is_starved(self, request: Request) -> bool:
+        """Whether every block that is neither free nor the request's own is held by a load that is overdue, so that none may ever come back."""
+        lost = {block_id for req_id in self._overdue for block_id in self._transfers[req_id]}
+        return bool(lost) and self.pool.num_free_blocks + len(lost.union(request.block_ids)) >= self.pool.num_blocks
 
     def retire(self, step: int) -> None:
         """The step, and with it every earlier one, has ended on the device: it reads and writes nothing any more."""
@@ -131,8 +143,8 @@ class BlockManager:
 
     @property
     def has_pending(self) -> bool:
-        """Whether blocks wait for the outside: for a consumer to finish, or for a load to end."""
-        return bool(self._leases or self._transfers)
+        """Whether blocks wait for the outside: for a consumer to finish, or for a load to end that is not overdue."""
+        return bool(self._leases) or len(self._transfers) > len(self._overdue)
 
     def knows(self, req_id: str) -> bool:
         """Whether blocks are still held for a request of this id that has ended."""

@@ -81,12 +81,14 @@ class Request:
 
     `token_ids` holds both; `num_computed_tokens` of them have KV in `block_ids` (position p in block p // block_size).
     `block_keys` are the prefix-cache keys of its full blocks, computed so far, behind `block_root`. `in_flight_step` is the step that
-    computes it now. `token_limit` is the length at which it ends. Only the scheduler changes a request.
+    computes it now. `token_limit` is the length at which it ends. `asked_time` is when its connector was first asked and did not know.
+    Only the scheduler changes a request.
     Raises RequestError for `kv_transfer_params` (among the `extra_args`) that cannot be used.
     """
 
     __slots__ = (
         "arrival_index",
+        "asked_time",
         "block_ids",
         "block_keys",
         "block_root",
@@ -149,6 +151,7 @@ class Request:
         self.num_published_blocks = 0
         self.num_taken_tokens = len(self.token_ids)
         self.load_state = LoadState.UNASKED
+        self.asked_time: float | None = None
         self.logprobs: list[Logprobs] = []
         self.token_limit = 0
         self.stop_token_ids: frozenset[int] = frozenset()

@@ -15,9 +15,10 @@ class RequestQueues:
     """The living requests, each in one place. `waiting` and `running` are in order of arrival; `loading` waits for remote KV by id.
 
     `ended` collects requests that end outside a step's result, `finished_req_ids` the ids whose end the runner has not heard of.
+    load_timeout: seconds until a load that a connector has not named is overdue, whatever has become of its request.
     """
 
-    def __init__(self, blocks: BlockManager, connector: KVConnector | None, clock: Callable[[], float]) -> None:
+    def __init__(self, blocks: BlockManager, connector: KVConnector | None, clock: Callable[[], float], load_timeout: float) -> None:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.loading: dict[str, Request] = {}
@@ -29,6 +30,8 @@ class RequestQueues:
         self._blocks = blocks
         self._connector = connector
         self._clock = clock
+        self._load_timeout = load_timeout
+        self._load_deadlines: dict[str, float] = {}
 
     def add(self, request: Request) -> None:
         """Take a new request in."""
@@ -47,6 +50,7 @@ class RequestQueues:
         """A waiting request waits for remote KV from now on."""
         self.waiting.remove(request)
         self.loading[request.request_id] = request
+        self.expect_load(request.request_id)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.metrics.num_parked_loads += 1
         request.metrics.parked_time = self._clock()
@@ -58,6 +62,24 @@ class RequestQueues:
         request.status = RequestStatus.WAITING
         request.metrics.load_wait_seconds += self._clock() - request.metrics.parked_time
 
+    def expect_load(self, req_id: str) -> None:
+        """The connector has to name the load of `req_id`, from now on within `load_timeout`."""
+        self._load_deadlines[req_id] = self._clock() + self._load_timeout
+
+    def forget_load(self, req_id: str) -> None:
+        """The connector has named the load of `req_id`: it has no deadline any more."""
+        self._load_deadlines.pop(req_id, None)
+
+    def take_overdue_loads(self) -> list[str]:
+        """The ids whose load has passed its deadline since the last call, aborted ones included."""
+        if not self._load_deadlines:
+            return []
+        now = self._clock()
+        overdue = [req_id for req_id, deadline in self._load_deadlines.items() if deadline <= now]
+        for req_id in overdue:
+            del self._load_deadlines[req_id]
+        return overdue
+
     def preempt(self, request: Request) -> None:
         """A running request, or one that waits with landed KV, gives up its blocks; it will be recomputed."""
         assert request.in_flight_step is None, f"{request.request_id} is preempted while step {request.in_flight_step} computes it"
@@ -66,7 +88,7 @@ class RequestQueues:
             bisect.insort(self.waiting, request, key=by_arrival)
         if self._connector is not None:
             self._connector.request_preempted(request)
-            if self._connector.load_is_repeatable:
+            if self._connector.load_is_repeatable and not self._blocks.knows(request.request_id):  # else two loads would have one name
                 request.load_state = LoadState.UNASKED
         self._blocks.truncate(request, 0)
         request.status = RequestStatus.PREEMPTED

@@ -32,11 +32,11 @@ class Scheduler:
     ) -> None:
         transfer = config.kv_transfer_config
         self.blocks = BlockManager(kv_cache_config, config.enable_prefix_caching)
-        self._queues = RequestQueues(self.blocks, connector, clock)
+        self._queues = RequestQueues(self.blocks, connector, clock, config.kv_async_load_timeout)
         self._planner = StepPlanner(config, self.blocks, self._queues, connector, clock)
         recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
         recompute |= connector is not None and connector.recomputes_failed_loads
-        self._reports = LoadReports(self.blocks, self._queues, recompute, kv_cache_config.bytes_per_token)
+        self._reports = LoadReports(self.blocks, self._queues, recompute, kv_cache_config.bytes_per_token, config.kv_async_load_timeout)
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._connector = connector
@@ -118,6 +118,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. It may have no tokens; it is then still to be executed, for what the connector has to do."""
+        self._reports.expire()
         output = self._planner.plan()
         if self._connector is not None:
             output = dataclasses.replace(output, kv_connector_metadata=self._connector.build_connector_meta(output))

@@ -6,6 +6,7 @@ is recomputed later, so the oldest always goes on and nobody starves.
 """
 
 import enum
+import logging
 from collections.abc import Callable
 
 from interlock.core.config import EngineConfig
@@ -14,6 +15,8 @@ from interlock.engine.block_manager import BlockManager
 from interlock.engine.request import LoadState, Request, RequestStatus
 from interlock.engine.request_queues import RequestQueues
 from interlock.kv_transfer.connector import KVConnector
+
+logger = logging.getLogger(__name__)
 
 
 class _Plan:
@@ -52,6 +55,7 @@ class StepPlanner:
         self.num_external_tokens = 0
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._load_timeout = config.kv_async_load_timeout
         self._blocks = blocks
         self._queues = queues
         self._connector = connector
@@ -127,6 +131,9 @@ class StepPlanner:
             if self._is_still_blocked(request):
                 return
             admission = self._admit(request, plan)
+            if admission is _Admission.NO_ROOM and not self._queues.running and not self._queues.loading and self._blocks.is_starved(request):
+                self._end_for_want_of_blocks(request)
+                continue
             if admission is _Admission.NO_ROOM:
                 self._blocked = (request.request_id, self._blocks.pool.num_free_blocks)
                 return
@@ -152,9 +159,9 @@ class StepPlanner:
         computed = request.num_computed_tokens if resumes else len(matched) * self._blocks.block_size
         if self._connector is not None and asks:
             found, is_async = self._connector.get_num_new_matched_tokens(request, computed)
-            if found is None:
+            if found is None and not self._gives_up_asking(request):
                 return _Admission.UNKNOWN
-            num_external = max(0, min(found, request.num_tokens - 1 - computed))
+            num_external = max(0, min(found or 0, request.num_tokens - 1 - computed))
         if not self._fits_whole(request, matched):
             return _Admission.NO_ROOM
         start = computed + num_external
@@ -174,6 +181,30 @@ class StepPlanner:
             self._start(request, computed, start, count, plan)
         return _Admission.ADMITTED
 
+    def _gives_up_asking(self, request: Request) -> bool:
+        """Whether the connector, which does not know yet what it has of a request, has been asked for longer than a load may take."""
+        now = self._clock()
+        if request.asked_time is None:
+            request.asked_time = now
+        if now - request.asked_time < self._load_timeout:
+            return False
+        logger.warning(
+            "%s has not known for %g s (kv_async_load_timeout) what it has of request %s; nothing is loaded for it",
+            type(self._connector).__name__,
+            self._load_timeout,
+            request.request_id,
+        )
+        return True
+
+    def _end_for_want_of_blocks(self, request: Request) -> None:
+        """Everything else has ended, and the request finds no room beside the blocks of loads that nobody hears of."""
+        needed, free = self._blocks.num_blocks_for(request.num_tokens), self._blocks.pool.num_free_blocks
+        error = (
+            f"request {request.request_id} needs {needed} KV blocks, {free} are free: the others belong to loads whose end the connector "
+            "has not reported within kv_async_load_timeout, and it may still write them"
+        )
+        self._queues.end(request, RequestStatus.FINISHED_ERROR, error)
+
     def _fits_whole(self, request: Request, matched: list[int]) -> bool:
         """Whether all known tokens of a waiting request fit. With nothing running, later arrivals that hold landed KV make room for it."""
         while not self._blocks.fits(request.num_tokens, request.block_ids, matched):
@@ -186,6 +217,7 @@ class StepPlanner:
     def _note_hits(self, request: Request, num_cached: int, num_external: int) -> None:
         request.num_external_tokens = num_external
         request.load_state = LoadState.LOADING if num_external else LoadState.SETTLED
+        request.asked_time = None
         if request.metrics.num_preemptions:
             return  # it asks again; its prompt has been counted
         request.metrics.num_external_tokens = num_external

@@ -244,7 +244,8 @@ class KVStep:
             raise LifecycleError(f"finish_forward of step {self.context.step} was called twice")
         self._forward_finished = True
         if self._deferred is not None:
-            self._deferred()
+            # Whose loads these were is the connector's secret: if it raises and never names them, the engine's deadline ends them.
+            self._guarded(self._deferred, range(len(self._driver.layer_names)))
             self._deferred = None
         self._connector.finish_forward()
 
@@ -325,14 +326,11 @@ class KVStep:
     def _wait_layer(self, layer: int) -> None:
         """Ask the connector, then the ledger; under FULL a connector's return from start_load_kv was its claim."""
         step = self.context.step
+        if self.context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:  # also without promises: it may still count on the call
+            self._guarded(lambda: self._connector.wait_for_layer_load(self._driver.layer_names[layer]), range(layer, layer + 1))
         if not self._ledger.has_promises(step):
-            # An asynchronous or saving connector may still count on the call.
-            if self.context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-                self._connector.wait_for_layer_load(self._driver.layer_names[layer])
             self._waited.add(layer)
             return
-        if self.context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-            self._guarded(lambda: self._connector.wait_for_layer_load(self._driver.layer_names[layer]), range(layer, layer + 1))
         if not self._connector.supports_timelines:
             self._ledger.claim_layer(step, layer)
         self._ledger.wait_layer(step, layer)

@@ -63,8 +63,6 @@ class MultiWorkerHalf:
                 if mine and self._uses_ledger and not child.supports_timelines:
                     self._await_claim(index, forward_context, mine, ledger)
             except Exception as error:
-                if not mine:
-                    raise
                 logger.exception("%s raised while it loaded; its loads of step %d count as failed", type(child).__name__, forward_context.step)
                 for promise in mine:
                     ledger.fail_promise(forward_context.step, promise.req_id, f"the connector raised {type(error).__name__}: {error}")
