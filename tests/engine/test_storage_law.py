@@ -1,29 +1,7 @@
 """A tier of files behind the pool changes no bit, whatever is in the directory, in every mode, with loads of both kinds."""
 
 import pytest
-from tier_engine import MODES, bits, drain, forget_local, make_prompts, open_engine, params_of, run_alone
-
-from checkpoints import make_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_llama(tmp_path_factory.mktemp("storage_law"), dtype="bfloat16")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return make_prompts()
-
-
-@pytest.fixture(scope="module")
-def params(prompts):
-    return [params_of(number) for number in range(len(prompts))]
-
-
-@pytest.fixture(scope="module")
-def alone(model, prompts, params):
-    return run_alone(model, prompts, params)
+from tier_engine import MODES, bits, drain, forget_local, open_engine
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
