@@ -11,6 +11,8 @@ from children import as_a_child
 
 TIMEOUT = 120.0
 
+_WORKER = "interlock.pd.worker"
+
 
 class Command:
     """`interlock ARGUMENTS` in a process of its own, whose children are watched. streams: other places than pipes, as for `Popen`."""
@@ -27,12 +29,7 @@ class Command:
 
     def children(self) -> dict[str, int]:
         """The engine processes that are there now, by name."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _parent(entry) == self.process.pid:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-                found[words[words.index("interlock.pd.worker") + 1]] = int(entry.name)
-        return found
+        return engine_children(self.process.pid)
 
     def finish(self) -> tuple[int, str, str]:
         """Wait for the end: exit status, standard output, standard error."""
@@ -50,8 +47,23 @@ def wait_until_gone(pidfds: list[int]) -> bool:
     return True
 
 
-def _parent(entry: Path) -> int:
+def engine_children(parent: int) -> dict[str, int]:
+    """The engine processes that process `parent` has now, by name. A child that only just came still has its parent's words, and one
+    that ended has none: neither counts."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            words = _words_of_child(entry, parent)
+            if _WORKER in words:
+                found[words[words.index(_WORKER) + 1]] = int(entry.name)
+    return found
+
+
+def _words_of_child(entry: Path, parent: int) -> list[str]:
+    """The command line of the process at `entry`, without words where it is no child of `parent` or is gone by now."""
     try:
-        return int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) != parent:
+            return []
+        return (entry / "cmdline").read_bytes().decode().split("\0")
     except (FileNotFoundError, ProcessLookupError):
-        return -1
+        return []
