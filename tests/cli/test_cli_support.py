@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from children import as_a_child
 from cli_support import engine_children
+
+from children import as_a_child
 
 WORKER = "interlock.pd.worker"
 WAIT = "import sys; print('there', flush=True); sys.stdin.read()"

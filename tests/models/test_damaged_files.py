@@ -102,6 +102,26 @@ def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(path))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tokenizer.chat_template", 5, ["tokenizer.chat_template is 5", "Jinja"]),
+        ("tokenizer.chat_template", "{% if %}", ["tokenizer.chat_template is no valid Jinja template (line 1"]),
+        ("tokenizer.chat_template.tool_use", [1], ["tokenizer.chat_template.tool_use is [1]"]),
+        ("tokenizer.ggml.add_bos_token", "false", ["add_bos_token is 'false'", "true or false"]),
+        ("tokenizer.ggml.unknown_token_id", True, ["unknown_token_id is True", "token id below 4"]),
+        ("tokenizer.ggml.token_type", [True] * 4, ["token_type is list", "list of int"]),
+        ("tokenizer.ggml.token_type", [1, 1, 1, 5], ["bos_token_id is 3", "'</s>'", "unused"]),
+    ],
+)
+def test_tokenizer_metadata_of_a_wrong_kind_is_refused_by_key_and_value(tmp_path: Path, key: str, value: object, words: list[str]) -> None:
+    metadata = TOKENIZER | {key: value}
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(make_tiny_llama_gguf(tmp_path / "tiny.gguf", metadata=metadata))
+    for word in ["tiny.gguf", *words]:
+        assert word in str(error.value)
+
+
 STRANGE = [
     None,
     True,
@@ -208,6 +228,78 @@ def test_a_huge_value_is_shortened_in_the_message(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"hidden_act is 'xxx.*characters") as error:
         open_checkpoint(make_tiny_llama(tmp_path, config_overrides={"hidden_act": "x" * 10**6}))
     assert len(str(error.value)) < 1000
+
+
+TEMPLATES = ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"]
+SMALL_FILES = [*TEMPLATES, "config.json", "generation_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+@pytest.mark.parametrize("damage", ["bytes", "empty", "folder", "link to nothing", "list", "deep"])
+def test_a_small_file_that_is_damaged_is_refused_by_name(tmp_path: Path, name: str, damage: str) -> None:
+    make_tiny_llama(tmp_path, tokenizer_size=259)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "link to nothing":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        deep = (b"{{ " if name.endswith(".jinja") else b"") + b"[" * 100_000
+        path.write_bytes({"bytes": b"\xff\xfe", "empty": b"", "list": b"[1, {%]", "deep": deep}[damage])
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(str(tmp_path))
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (5, ["chat_template is 5"]),
+        ("", ["chat_template is ''"]),
+        ({"default": "x"}, ["chat_template is {'default'"]),
+        ("{% for m in messages %}", ["chat_template is no valid Jinja template (line 1", "endfor"]),
+        ("{{ 'x' | nothing }}", ["chat_template is no valid Jinja template", "nothing"]),
+        ("{% for x in y %}" * 30 + "{% endfor %}" * 30, ["chat_template cannot be compiled", "SyntaxError"]),
+        (["x"], ["chat_template[0] is 'x'", "'name'"]),
+        ([{"name": ["a"], "template": "x"}], ["chat_template[0] is {'name': ['a']"]),
+        ([{"name": "default", "template": "x"}, {"name": "rag"}], ["chat_template[1] is {'name': 'rag'}", "'template'"]),
+        ([{"name": "rag", "template": 5}], ["chat_template[0]: the template 'rag' is 5"]),
+    ],
+)
+def test_a_chat_template_of_a_wrong_kind_is_refused_by_place_and_value(tmp_path: Path, template: object, words: list[str]) -> None:
+    make_tiny_llama(tmp_path, tokenizer_size=259)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        (tmp_path / name).write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(str(tmp_path))
+        for word in [str(tmp_path / name), *words]:
+            assert word in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [5, ["<s>"], {}, {"content": None}, True, "\ud800"])
+def test_a_special_token_of_a_wrong_kind_is_refused(tmp_path: Path, value: object) -> None:
+    make_tiny_llama(tmp_path, tokenizer_size=259)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: eos_token is .*expected text, an object"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_tokenizer_whose_code_panics_is_refused(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, tokenizer_size=259)
+    path = tmp_path / "tokenizer.json"
+    normalizers = [{"type": "Prepend", "prepend": ""}, {"type": "Replace", "pattern": {"String": " "}, "content": "_"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": normalizers}}))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be read as a tokenizer \(index out of bounds"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "~nobody-of-this-name/model", "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(model: str) -> None:
+    with pytest.raises(CheckpointError, match=r"model '.*(expected 'smollm2'|nor a Hugging Face directory)"):
+        open_checkpoint(model)
 
 
 @pytest.mark.parametrize("kind", ["hf", "gguf"])

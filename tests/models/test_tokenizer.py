@@ -207,7 +207,6 @@ def test_a_template_may_refuse_messages_in_its_own_words_but_not_reach_the_syste
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{% if %}", "not valid"),
         ("{{ messages[0].content.missing.deeper }}", "refuses the messages"),
     ]:
         (tmp_path / "chat_template.jinja").write_text(template)

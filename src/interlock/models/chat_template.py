@@ -10,15 +10,26 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from interlock.core.errors import RequestError
+from interlock.core.errors import CheckpointError, RequestError
+
+
+def check_template(where: str, template: object) -> str:
+    """`template`, which stands at `where` (a file, and its key there). Raises CheckpointError unless it is the source of a Jinja template."""
+    if not isinstance(template, str) or not template.strip():
+        raise CheckpointError(f"{where} is {template!r:.200}, expected the text of a Jinja template; mend it or remove it")
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{where} is no valid Jinja template (line {error.lineno}: {error.message}); mend it or remove it") from error
+    except Exception as error:  # jinja2 compiles to Python, which has limits of its own
+        raise CheckpointError(f"{where} cannot be compiled as a Jinja template ({type(error).__name__}: {error}); mend it or remove it") from error
+    return template
 
 
 def render_chat(template: str, context: Mapping[str, Any]) -> str:
-    """Render `template`. Raises RequestError with the template's own words if it refuses the messages."""
+    """Render `template`, which `check_template` has passed. Raises RequestError with the template's own words if it refuses the messages."""
     try:
         return _compile(template).render(**context)
-    except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"the chat template is not valid (line {error.lineno}: {error}); send a plain prompt instead of messages") from error
     except jinja2.TemplateError as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
     except Exception as error:  # a template is a program of the model's author, and may fail in any way

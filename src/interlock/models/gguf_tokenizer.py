@@ -4,12 +4,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
 from interlock.core.errors import CheckpointError
+from interlock.models.chat_template import check_template
 from interlock.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ def load_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], eos_token_ids: 
     if len(types) != len(tokens):
         raise CheckpointError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries, expected {len(tokens)}, one for each token")
     backend = _backend(path, tokens, types, _array(path, metadata, "tokenizer.ggml.merges", str), _PRE_TOKENIZERS[pre])
-    special = _special_tokens(path, metadata, tokens)
+    special = _special_tokens(path, metadata, tokens, types)
     _add_bos_and_eos(path, backend, metadata, special, _PRE_TOKENIZERS[pre].adds_bos)
-    return Tokenizer(backend, special_tokens=special, chat_templates=_chat_templates(metadata), eos_token_ids=eos_token_ids)
+    return Tokenizer(backend, special_tokens=special, chat_templates=_chat_templates(path, metadata), eos_token_ids=eos_token_ids)
 
 
 def _backend(path: Path, tokens: list[str], types: list[int], merges: list[str], pre: _PreTokenizer) -> tokenizers.Tokenizer:
@@ -84,20 +85,25 @@ def _backend(path: Path, tokens: list[str], types: list[int], merges: list[str],
     return backend
 
 
-def _special_tokens(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+def _special_tokens(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, str]:
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "seperator")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is None:
             continue
-        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        if not _is_integer(token_id) or not 0 <= token_id < len(tokens):
             raise CheckpointError(f"{path}: tokenizer.ggml.{key}_token_id is {token_id!r}, expected a token id below {len(tokens)}")
+        if types[token_id] == _UNUSED:
+            raise CheckpointError(f"{path}: tokenizer.ggml.{key}_token_id is {token_id}, but token {tokens[token_id]!r:.200} is marked as unused")
         special[f"{name}_token"] = tokens[token_id]
     return special
 
 
 def _add_bos_and_eos(path: Path, backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool) -> None:
     wanted = {"bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos), "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
+    for name, add in wanted.items():
+        if not isinstance(add, bool):
+            raise CheckpointError(f"{path}: tokenizer.ggml.add_{name}_token is {add!r:.200}, expected true or false; the file is damaged")
     names = {name: special.get(f"{name}_token") for name, add in wanted.items() if add}
     absent = [name for name, token in names.items() if token is None]
     if absent:
@@ -110,14 +116,20 @@ def _add_bos_and_eos(path: Path, backend: tokenizers.Tokenizer, metadata: Mappin
         )
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; the one without a name is `default`, whatever else is called so."""
     prefix = "tokenizer.chat_template"
-    named = {key.removeprefix(f"{prefix}."): value for key, value in metadata.items() if key.startswith(f"{prefix}.") and isinstance(value, str)}
-    return named | ({"default": metadata[prefix]} if isinstance(metadata.get(prefix), str) else {})
+    keys = [key for key in metadata if key == prefix or key.startswith(f"{prefix}.")]
+    templates = {key: check_template(f"{path}: {key}", metadata[key]) for key in sorted(keys, reverse=True)}
+    return {"default" if key == prefix else key.removeprefix(f"{prefix}."): source for key, source in templates.items()}
 
 
 def _array(path: Path, metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = metadata.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):
         raise CheckpointError(f"{path}: {key} is {type(value).__name__}, expected a list of {kind.__name__}; the file is damaged")
     return value
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,5 +1,6 @@
 """The tokenizer of a Hugging Face directory: tokenizer.json, with tokenizer_config.json and chat_template.jinja beside it."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import tokenizers
 
 from interlock.core.errors import CheckpointError
-from interlock.models.json_file import read_json
+from interlock.models.chat_template import check_template
+from interlock.models.json_file import is_there, read_json, read_text
 from interlock.models.tokenizer import Tokenizer
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -16,41 +18,67 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 def load_hf_tokenizer(directory: Path, eos_token_ids: Sequence[int]) -> Tokenizer | None:
     """Load the tokenizer; None if the directory has none. `eos_token_ids`: what the model's configuration says. Raises CheckpointError."""
     path = directory / "tokenizer.json"
-    if not path.exists():
+    if not is_there(path):
         others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (directory / name).exists()]
         if others:
             raise CheckpointError(
                 f"{directory}: has {others} but no tokenizer.json; convert it with transformers: AutoTokenizer(…).save_pretrained(…)"
             )
         return None
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path}: cannot be read as a tokenizer ({error}); download it again") from error
-    backend.no_padding()
-    backend.no_truncation()
+    backend = _read_backend(path)
     config_path = directory / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.exists() else {}
-    special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+    config = read_json(config_path) if is_there(config_path) else {}
+    special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config_path, name, config.get(name))) is not None}
     own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     eos = dict.fromkeys([*([own_eos] if own_eos is not None else []), *eos_token_ids])
     return Tokenizer(backend, special_tokens=special, chat_templates=_chat_templates(directory, config), eos_token_ids=tuple(eos))
 
 
-def _token_text(value: Any) -> str | None:
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_padding()
+        backend.no_truncation()
+        with contextlib.suppress(Exception):  # it need not have tokens for this text, but it must not panic
+            backend.decode(backend.encode("Any text.").ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and a BaseException of its own where its code panics
+        raise CheckpointError(f"{path}: cannot be read as a tokenizer ({error!s:.200}); download it again") from error
+    return backend
+
+
+def _token_text(path: Path, name: str, value: Any) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    if value is None:
+        return None
+    if not isinstance(text, str) or not _is_unicode(text):
+        raise CheckpointError(f"{path}: {name} is {value!r:.200}, expected text, an object with the text as its 'content', or null")
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell halves of surrogate pairs, which no UTF-8 text has."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name, from the first place that has any, in the order in which transformers looks."""
     file = directory / "chat_template.jinja"
-    if file.exists():
-        return {"default": file.read_text(encoding="utf-8")}
+    if is_there(file):
+        return {"default": check_template(f"{file}: the text", read_text(file))}
     file = directory / "chat_template.json"
-    value = read_json(file).get("chat_template") if file.exists() else config.get("chat_template")
-    if isinstance(value, str):
-        return {"default": value}
+    in_own_file = is_there(file)
+    where = f"{file if in_own_file else directory / 'tokenizer_config.json'}: chat_template"
+    value = (read_json(file) if in_own_file else config).get("chat_template")
+    if value is None:
+        return {}
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict) and {"name", "template"} <= entry.keys()}
-    return {}
+        return dict(_named_template(f"{where}[{index}]", entry) for index, entry in enumerate(value))
+    return {"default": check_template(where, value)}
+
+
+def _named_template(where: str, entry: Any) -> tuple[str, str]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
+        raise CheckpointError(f"{where} is {entry!r:.200}, expected an object with a 'name' and a 'template'")
+    return entry["name"], check_template(f"{where}: the template {entry['name']!r:.200}", entry["template"])

@@ -39,14 +39,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
-        return bool(self._chat_templates)
+        return "default" in self._chat_templates
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in the text are recognised. Raises RequestError if it is not valid Unicode."""
+        """Token ids of `text`; special tokens written out in the text are recognised. Raises RequestError if it cannot be encoded."""
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the prompt cannot be tokenized ({error}); expected valid Unicode text") from error
+        except Exception as error:  # the library raises plain Exception, for one where a tokenizer has no token for unknown text
+            raise RequestError(f"the prompt cannot be tokenized: {error}") from error
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

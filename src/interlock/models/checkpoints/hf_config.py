@@ -7,7 +7,7 @@ from typing import Any
 from interlock.core.errors import CheckpointError
 from interlock.models.checkpoints.checkpoint import is_finite_number, refuse
 from interlock.models.config import ModelConfig
-from interlock.models.json_file import read_json
+from interlock.models.json_file import is_there, read_json
 from interlock.models.rope import ROPE_KINDS, RopeConfig, RopeParameter
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -155,7 +155,7 @@ def _agreed(path: Path, key: str, *values: Any) -> Any:
 def _eos_token_ids(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     ids = _token_ids(path, "eos_token_id", config.get("eos_token_id"))
     generation = directory / "generation_config.json"
-    if generation.exists():
+    if is_there(generation):
         ids += _token_ids(generation, "eos_token_id", read_json(generation).get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
