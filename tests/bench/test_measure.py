@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from interlock.bench.measure import Figure, alternate, compare, prompt_token_ids
+from interlock.bench.measure import alternate, compare, prompt_token_ids
 from interlock.bench.peer import PYTHON_VARIABLE, find_peer_python
 from interlock.bench.report import print_table, write_json
 from interlock.core.errors import InterlockError
@@ -34,8 +34,9 @@ def test_a_promise_holds_for_the_ratio_of_medians(sense: str, bound: float, met:
 
 
 def test_without_a_peer_a_ratio_promise_is_open_and_a_value_promise_is_not() -> None:
-    assert compare("x", "s", {"ours": (1.0,)}, bound=2.0, sense="at most").met is True
-    assert Figure("x", "s", 1.0, peer="llama.cpp", bound=2.0).met is None
+    assert compare("x", "s", {"ours": (1.0,)}, bound=2.0, sense="at most", bound_of="value").met is True
+    assert compare("x", "s", {"ours": (3.0,)}, bound=2.0, sense="at most", bound_of="value").met is False
+    assert compare("x", "s", {"ours": (3.0,)}, bound=2.0).met is None
 
 
 def test_prompts_have_their_length_and_share_no_prefix() -> None:

@@ -118,13 +118,13 @@ def expect():
 
 def last_thread_waits():
     from interlock.kernels.cpu.simd import load_i64
-    from interlock.kernels.cpu.sync import atomic_add, load_acquire, yield_thread
+    from interlock.kernels.cpu.sync import atomic_add, futex_wait, load_acquire
 
     def k(args, slot, thread_id, num_threads):
         if thread_id == num_threads - 1:
             word = load_i64(args)
             while load_acquire(word) == 0:
-                yield_thread()
+                futex_wait(word, 0, 100_000)
             atomic_add(word, 1)
 
     return k

@@ -56,6 +56,28 @@ def close_gate(slot):
     return targets
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="gives a team one CPU")
+def test_a_team_whose_threads_share_one_cpu_notices_and_goes_on():
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})  # threads that are started from here on inherit it
+    try:
+        team = ThreadTeam(3)
+    finally:
+        os.sched_setaffinity(0, cpus)
+    stream, _, _ = bound_stream(team)
+    program, counter = Program(), Buffer.zeros((1,), "int64")
+    add = k.count_kernel()
+    with stream.capture(program):
+        for _ in range(50):
+            stream.launch(add, add.pack(counter=counter))
+    for _ in range(20):
+        stream.replay(program)
+    stream.synchronize()
+    assert counter.numpy()[0] == 3 * 50 * 20
+    assert set(team.cpus) == {min(cpus)}
+    team.shutdown()
+
+
 @pytest.mark.parametrize(("error", "raised"), [(RuntimeError("can't start new thread"), StreamError), (KeyboardInterrupt(), KeyboardInterrupt)])
 def test_a_team_whose_threads_cannot_all_be_started_starts_none(monkeypatch, error, raised):
     before, start = set(threading.enumerate()), threading.Thread.start

@@ -25,12 +25,12 @@ def draft_write_kernel() -> Kernel:
 
 def hold():
     from interlock.kernels.cpu.simd import load_i64
-    from interlock.kernels.cpu.sync import load_acquire, yield_thread
+    from interlock.kernels.cpu.sync import futex_wait, load_acquire
 
     def k(args, slot, thread_id, num_threads):
         word = load_i64(args)
         while load_acquire(word) == 0:
-            yield_thread()
+            futex_wait(word, 0, 100_000)
 
     return k
 

@@ -16,8 +16,8 @@ VOCABULARY = range(1000, 40000)  # ordinary tokens of the embedded model
 class Figure:
     """One line of a report. `samples` are the runs behind `value`, the same for the peer; all in `unit`.
 
-    ratio: value against peer_value. bound: what the ratio (or the value, where there is no peer) is promised to be, and `sense` in
-    which direction; None where nothing is promised.
+    ratio: value against peer_value. bound: what the ratio (or the value itself, where `bound_of` says so) is promised to be, and
+    `sense` in which direction; None where nothing is promised.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Figure:
     peer_samples: tuple[float, ...] = ()
     bound: float | None = None
     sense: Literal["at least", "at most"] = "at least"
+    bound_of: Literal["ratio", "value"] = "ratio"
     notes: Mapping[str, float | str] = field(default_factory=dict)
 
     @property
@@ -38,8 +39,8 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the promise is kept; None where there is none, or no peer to compare with."""
-        measured = self.ratio if self.peer else self.value
+        """Whether the promise is kept; None where there is none, or it is of a ratio and there is no peer."""
+        measured = self.ratio if self.bound_of == "ratio" else self.value
         if self.bound is None or measured is None:
             return None
         return measured >= self.bound if self.sense == "at least" else measured <= self.bound
@@ -65,6 +66,7 @@ def compare(
     *,
     bound: float | None = None,
     sense: Literal["at least", "at most"] = "at least",
+    bound_of: Literal["ratio", "value"] = "ratio",
     notes: Mapping[str, float | str] | None = None,
 ) -> Figure:
     """The figure of `samples`: the first entry is ours, the second, if there is one, the peer's."""
@@ -80,6 +82,7 @@ def compare(
         peer_samples=theirs,
         bound=bound,
         sense=sense,
+        bound_of=bound_of,
         notes=notes or {},
     )
 

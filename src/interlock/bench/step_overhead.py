@@ -20,7 +20,7 @@ def run(session: Session) -> list[Figure]:
 
             name = f"step less its kernels, batch {batch}"
             session.say(name)
-            figures.append(compare(name, "ms", alternate(session.rounds, {OURS: overhead}), bound=bound, sense="at most"))
+            figures.append(compare(name, "ms", alternate(session.rounds, {OURS: overhead}), bound=bound, sense="at most", bound_of="value"))
     finally:
         engine.close()
     return figures

@@ -9,7 +9,7 @@ import typer
 from interlock.commands.console import OutputConsole
 from interlock.core.errors import ConfigError
 
-BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "overlap", "transfer")
+BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "crowded", "overlap", "transfer")
 
 
 def bench(

@@ -12,7 +12,7 @@ from typing import Final
 from interlock.core.buffer import Buffer
 from interlock.core.errors import StreamError
 from interlock.kernels import native
-from interlock.kernels.control import NEVER, NUM_WORDS, RETIRED, STOP, TAIL, WAIT_DONE, WAIT_STOPPED, WAKE_AT
+from interlock.kernels.control import NEVER, RETIRED, STOP, TAIL, THREAD_CPUS, WAIT_DONE, WAIT_STOPPED, WAKE_AT, num_control_words
 from interlock.kernels.native import NativeFunction
 
 _SOURCE: Final = "interlock.kernels.cpu.team"
@@ -42,7 +42,7 @@ class ThreadTeam:
             raise StreamError(f"num_threads is {num_threads}, expected at least 1")
         native.load(TEAM_FUNCTIONS)
         self.num_threads = num_threads
-        self._control = Buffer.zeros((NUM_WORDS,), "int64")
+        self._control = Buffer.zeros((num_control_words(num_threads),), "int64")
         self._words = self._control.numpy()
         self._words[WAKE_AT] = NEVER
         self._unusable: str | None = None
@@ -82,6 +82,11 @@ class ThreadTeam:
     def submitted(self) -> int:
         """Sequence number of the last command that was submitted; 0 before the first."""
         return int(self._words[TAIL])
+
+    @property
+    def cpus(self) -> list[int]:
+        """The CPU on which each thread last arrived at a barrier; -1 where the system does not tell."""
+        return [int(cpu) for cpu in self._words[THREAD_CPUS:]]
 
     def submit(
         self, slot: int, launches: int, num_launches: int, *, profile: int = 0, first_launch: int = 0, kernel: int = 0, arguments: int = 0

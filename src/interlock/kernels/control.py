@@ -24,8 +24,14 @@ RING: Final = 9 * _LINE
 
 RING_SIZE: Final = 1024  # entries; a power of two
 ENTRY_WORDS: Final = 8
-NUM_WORDS: Final = RING + RING_SIZE * ENTRY_WORDS
+THREAD_CPUS: Final = RING + RING_SIZE * ENTRY_WORDS  # of each thread, the CPU on which it last arrived at a barrier
 NEVER: Final = 2**62  # a sequence number that no command reaches
+
+
+def num_control_words(num_threads: int) -> int:
+    """Words of the control block of a team of `num_threads`."""
+    return THREAD_CPUS + num_threads
+
 
 # Words of an entry.
 PUBLISHED: Final = 0  # the command's sequence number, once the other words are set

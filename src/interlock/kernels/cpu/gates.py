@@ -20,9 +20,8 @@ from interlock.kernels.cpu.sync import (
     monotonic_ns,
     report_error,
     spin_hint,
-    yield_thread,
 )
-from interlock.kernels.cpu.team import SPIN_NANOSECONDS, SPINS_PER_CLOCK, YIELD_NANOSECONDS
+from interlock.kernels.cpu.team import SPIN_NANOSECONDS, SPINS_PER_CLOCK
 from interlock.kernels.slot import CONTROL, ERROR_ABORTED, GATE_TARGETS, GATE_WAIT, STEP
 
 _STAMP: Final = TIMELINE_ERROR - 1
@@ -33,17 +32,13 @@ _ABORT_NANOSECONDS: Final = 20_000_000  # how often a sleeping gate looks for an
 def spin_until_reached(timeline, stamp):
     """Spin for a short while; whether the timeline has reached `stamp`."""
     begin = monotonic_ns()
-    elapsed = 0
     reached = (load_acquire(timeline) & _STAMP) >= stamp
-    while not reached and elapsed < SPIN_NANOSECONDS:
+    while not reached and monotonic_ns() - begin < SPIN_NANOSECONDS:
         for _ in range(SPINS_PER_CLOCK):
             spin_hint()
             reached = (load_acquire(timeline) & _STAMP) >= stamp
             if reached:
                 break
-        elapsed = monotonic_ns() - begin
-        if not reached and elapsed > YIELD_NANOSECONDS:
-            yield_thread()
     return reached
 
 

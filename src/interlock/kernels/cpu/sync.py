@@ -141,14 +141,15 @@ def monotonic_ns(typingctx: Any) -> Any:
 
 
 @intrinsic
-def yield_thread(typingctx: Any) -> Any:
-    """Let another thread have the core (`sched_yield`)."""
+def current_cpu(typingctx: Any) -> Any:
+    """The number of the CPU that this thread runs on, a moment ago; -1 where the system does not tell."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.call(declare(builder, "sched_yield", _i32, []), [])
-        return context.get_dummy_value()
+        if not _HAS_FUTEX:
+            return ir.Constant(_i64, -1)
+        return builder.sext(builder.call(declare(builder, "sched_getcpu", _i32, []), []), _i64)
 
-    return types.void(), generate
+    return types.int64(), generate
 
 
 def _timespec(builder: Any, nanoseconds: Any) -> Any:

@@ -1,7 +1,8 @@
 """The native loops of a thread team, and what its callers do to the control block. Layout and words: `kernels/control.py`.
 
 The barrier is Mellor-Crummey and Scott's centralised one with a generation in place of the sense; the ring is Vyukov's bounded queue
-with every thread reading every entry. Waits spin for a short while, then sleep on a futex: engines may share few cores.
+with every thread reading every entry. Waits spin for a short while, then sleep on a futex: engines may share few cores. A thread never
+yields while it spins: beside a busy process of somebody else's that would give a whole time slice away at each barrier.
 """
 
 from typing import Any, Final
@@ -36,6 +37,7 @@ from interlock.kernels.control import (
     STOP,
     STOPPED,
     TAIL,
+    THREAD_CPUS,
     WAIT_DONE,
     WAIT_STOPPED,
     WAIT_TIMED_OUT,
@@ -46,6 +48,7 @@ from interlock.kernels.cpu.sync import (
     atomic_add,
     atomic_exchange,
     compare_and_swap,
+    current_cpu,
     fence_full,
     futex_wait,
     futex_wake_all,
@@ -55,12 +58,11 @@ from interlock.kernels.cpu.sync import (
     set_float_control,
     spin_hint,
     store_release,
-    yield_thread,
 )
 from interlock.kernels.slot import CONTROL, ERROR_ABORTED, STATUS, STATUS_CODE, STATUS_KERNEL, STATUS_LAUNCH
 
 SPIN_NANOSECONDS: Final = 20_000
-YIELD_NANOSECONDS: Final = 2_000  # from here on a spinning thread lets others have its core: the one it waits for may be among them
+LOOK_NANOSECONDS: Final = 2_000  # from here on a thread that waits for others of the team looks whether one of them needs its CPU
 SPINS_PER_CLOCK: Final = 32
 _SLEEP_NANOSECONDS: Final = 1_000_000_000
 
@@ -83,38 +85,54 @@ def call_kernel(typingctx: Any, kernel: Any, arguments: Any, slot: Any, thread_i
 def spin_until_equal(address, value):
     """Spin for a short while; whether the word at `address` became `value`."""
     begin = monotonic_ns()
-    elapsed = 0
     equal = load_acquire(address) == value
-    while not equal and elapsed < SPIN_NANOSECONDS:
+    while not equal and monotonic_ns() - begin < SPIN_NANOSECONDS:
         for _ in range(SPINS_PER_CLOCK):
             spin_hint()
             equal = load_acquire(address) == value
             if equal:
                 break
-        elapsed = monotonic_ns() - begin
-        if not equal and elapsed > YIELD_NANOSECONDS:
-            yield_thread()
-            equal = load_acquire(address) == value
     return equal
 
 
 @njit(error_model="numpy", inline="always")
-def spin_while_equal(address, value):
-    """Spin for a short while; whether the word at `address` is still `value`."""
+def shares_cpu(control, thread_id, num_threads):
+    """Whether another thread of the team was last seen on this thread's CPU, where it cannot go on while this one spins."""
+    cpus = control + 8 * THREAD_CPUS
+    cpu = load_i64(cpus + 8 * thread_id)
+    shared = False
+    for other in range(num_threads):
+        if other != thread_id and load_i64(cpus + 8 * other) == cpu and cpu >= 0:
+            shared = True
+    return shared
+
+
+@njit(error_model="numpy", inline="always")
+def spin_at_barrier(control, generation, thread_id, num_threads):
+    """Spin for a short while, unless that keeps another thread from arriving; whether the barrier's generation is still `generation`."""
+    address = control + 8 * BARRIER_GENERATION
     begin = monotonic_ns()
     elapsed = 0
-    equal = load_acquire(address) == value
-    while equal and elapsed < SPIN_NANOSECONDS:
+    closed = load_acquire(address) == generation
+    while closed and elapsed < SPIN_NANOSECONDS:
         for _ in range(SPINS_PER_CLOCK):
             spin_hint()
-            equal = load_acquire(address) == value
-            if not equal:
+            closed = load_acquire(address) == generation
+            if not closed:
                 break
         elapsed = monotonic_ns() - begin
-        if equal and elapsed > YIELD_NANOSECONDS:
-            yield_thread()
-            equal = load_acquire(address) == value
-    return equal
+        if closed and elapsed > LOOK_NANOSECONDS and shares_cpu(control, thread_id, num_threads):
+            elapsed = SPIN_NANOSECONDS
+    return closed
+
+
+@njit(error_model="numpy", inline="always")
+def note_cpu(control, thread_id):
+    """Publish this thread's CPU. Nothing is written while it stays, so the others' copies of the line stay valid."""
+    word = control + 8 * (THREAD_CPUS + thread_id)
+    cpu = current_cpu()
+    if load_i64(word) != cpu:
+        store_i64(word, cpu)
 
 
 @njit(error_model="numpy", inline="always")
@@ -156,8 +174,9 @@ def decide(control, slot, sequence, launch, kernel, last):
 
 
 @njit(error_model="numpy", inline="always")
-def barrier(control, num_threads, slot, sequence, launch, kernel, last):
+def barrier(control, thread_id, num_threads, slot, sequence, launch, kernel, last):
     """Wait until every thread has arrived; whether the command ends here. Retires it if so."""
+    note_cpu(control, thread_id)
     generation = load_acquire(control + 8 * BARRIER_GENERATION)
     if atomic_add(control + 8 * BARRIER_COUNT, 1) == num_threads - 1:
         decision = decide(control, slot, sequence, launch, kernel, last)
@@ -169,7 +188,7 @@ def barrier(control, num_threads, slot, sequence, launch, kernel, last):
         fence_full()
         if load_acquire(control + 8 * BARRIER_SLEEPERS) > 0:
             futex_wake_all(control + 8 * BARRIER_GENERATION)
-    elif spin_while_equal(control + 8 * BARRIER_GENERATION, generation):
+    elif spin_at_barrier(control, generation, thread_id, num_threads):
         atomic_add(control + 8 * BARRIER_SLEEPERS, 1)
         fence_full()
         while load_acquire(control + 8 * BARRIER_GENERATION) == generation:
@@ -210,7 +229,7 @@ def run_command(control, entry, sequence, thread_id, num_threads):
         if no_barrier and not last:
             failed = failed or load_acquire(status) != 0
         else:
-            ended = barrier(control, num_threads, slot, sequence, first + i, kernel, last)
+            ended = barrier(control, thread_id, num_threads, slot, sequence, first + i, kernel, last)
         i += 1
 
 
