@@ -73,6 +73,18 @@ def test_text_of_several_prompts_and_samples_is_headed_and_the_same_as_in_json(g
     assert generate(*arguments) == (0, expected)
 
 
+def test_objects_reach_the_engine_with_their_salt_and_through_the_chat_template(generate: Any, tmp_path: Path) -> None:
+    text, file = "x" * 100, tmp_path / "prompts.jsonl"
+    salts: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}]
+    file.write_text("".join(json.dumps({"prompt": text, **salt}) + "\n" for salt in salts))
+    code, out = generate("--json", "--max-tokens", "2", "--max-num-seqs", "1", "--file", str(file))
+    results = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert {result["prompt"] for result in results} == {f"<s>user:{text}A:"}
+    assert [result["metrics"]["num_cached_tokens"] > 0 for result in results] == [False, False, False, True, True]
+    assert len({json.dumps(result["outputs"]) for result in results}) == 1
+
+
 def test_the_prompt_may_come_from_standard_input(generate: Any) -> None:
     assert json.loads(generate("--raw", "--json", "--max-tokens", "1", text="from a pipe\n")[1])["prompt"] == "from a pipe\n"
 

@@ -59,6 +59,29 @@ def test_tokens_and_logprobs_equal_those_of_a_single_process_in_each_mode(engine
         assert len(result["outputs"][0]["logprobs"]) == 6
 
 
+def test_prompts_of_a_file_reach_both_processes_as_objects(engine_flags: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello\u2028", "cache_salt": "s"}\n{"prompt_token_ids": [5, 6, 7]}\n')
+    status, out, err = Command(["pd", "--file", str(file), "--json", "--max-tokens", "2", *engine_flags]).finish()
+    assert status == 0, err
+    salted, plain = (json.loads(line) for line in out.splitlines())
+    assert plain["prompt_token_ids"] == [5, 6, 7]
+    assert len(salted["prompt_token_ids"]) == len("user:hello") + len("\u2028".encode()) + len("A:") + 1
+    assert all(result["handoff"]["logprobs_equal_to_single_process"] for result in (salted, plain))
+
+
+def test_what_cannot_be_told_to_another_process_is_one_line(engine_flags: list[str], tmp_path: Path) -> None:
+    transfer = {"kv_connector": "PeerConnector", "kv_connector_extra_config": {"port": 10**30}}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello", "max_tokens": 2}\n')
+    for arguments, word in ((["hi", "--kv-transfer-config", json.dumps(transfer)], str(10**30)), (["--file", str(file)], "['max_tokens']")):
+        status, out, err = Command(["pd", *arguments, *engine_flags]).finish()
+        assert (status, out) == (2, "")
+        assert err.startswith("error: ")
+        assert word in err
+        assert err.count("\n") == 1
+
+
 def test_text_streams_and_a_table_closes_the_run(engine_flags: list[str]) -> None:
     status, out, err = Command(["pd", "hello", "--max-tokens", "4", *engine_flags]).finish()
     assert status == 0, err

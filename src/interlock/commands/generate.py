@@ -50,10 +50,11 @@ def generate(
 
 def _prepared(llm: "LLM", prompt: Prompt, chat: bool | None) -> Any:
     """What the engine is given: text through the chat template, if that is wanted (by default: if there is one)."""
+    from interlock.engine.inputs import as_user_message
+
     tokenizer = llm.get_tokenizer()
-    if isinstance(prompt, str) and (chat or (chat is None and tokenizer is not None and tokenizer.has_chat_template)):
-        return llm.chat_prompt([{"role": "user", "content": prompt}])
-    return prompt
+    wanted = tokenizer is not None and tokenizer.has_chat_template if chat is None else chat
+    return as_user_message(prompt, llm.chat_prompt) if wanted else prompt
 
 
 def _write_text(deltas: Iterable["StreamDelta"], num_prompts: int, num_samples: int) -> list["RequestOutput"]:

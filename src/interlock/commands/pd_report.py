@@ -8,7 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from interlock.commands.console import OutputConsole
-from interlock.commands.prompts import Prompt
 from interlock.pd.messages import Finished
 from interlock.pd.pair import HandOff, WaitComparison
 
@@ -134,11 +133,3 @@ def _result_as_json(result: HandOff, transport: str) -> dict[str, Any]:
 def _output(done: Finished) -> dict[str, Any]:
     logprobs = [[{"token_id": token, "logprob": value} for token, value in position] for position in done.logprobs]
     return {"index": 0, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "logprobs": logprobs}
-
-
-def shortened(prompt: Prompt) -> str:
-    """A prompt in one line of the terminal."""
-    if isinstance(prompt, list):
-        return f"{len(prompt)} token ids"
-    line = " ".join(prompt.split())
-    return line if len(line) <= 100 else f"{line[:60]} … {line[-36:]}"

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from interlock.commands.console import OutputConsole, StartDisplay
-from interlock.commands.pd_report import TransportRun, shortened
+from interlock.commands.pd_report import TransportRun
+from interlock.commands.prompts import shortened
 from interlock.core.errors import InterlockError
 from interlock.pd.pair import HandOff, PairRequest, PrefillDecodePair, run_single
 from interlock.pd.process import EngineProcessError

@@ -4,10 +4,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final, cast
 
 from interlock.core.errors import RequestError
 
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]
+
+_MAX_TOKEN_ID: Final = 2**31 - 1
+_LINE: Final = 100  # characters of a prompt that is shown in one line
 
 _GOODS = ("oranges", "copper wire", "salted cod", "green tea", "roof slates", "lamp oil", "wool", "sailcloth", "clay pipes", "window glass")
 _SHIPS = ("Petrel", "Albatross", "Curlew", "Sandpiper", "Gannet", "Kittiwake", "Plover")
@@ -17,46 +21,80 @@ def read_prompts(arguments: Sequence[str] | None, files: Sequence[Path] | None) 
     """The prompts of the command line, arguments first.
 
     A file is one prompt, except that each line of a `.jsonl` file is one: a string, a list of token ids, or an object with `prompt` or
-    `prompt_token_ids`. Raises RequestError.
+    `prompt_token_ids` and perhaps `cache_salt`. Raises RequestError, also for a file without any prompt.
     """
-    prompts: list[Prompt] = list(arguments or ())
+    prompts: list[Prompt] = [_checked(argument, f"argument {number}") for number, argument in enumerate(arguments or (), 1)]
     for path in files or ():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from error
-        prompts += _json_lines(path, text) if path.suffix == ".jsonl" else [text]
-    if any(not prompt for prompt in prompts):
-        raise RequestError("a prompt is empty, expected at least one character or token")
+        read = _json_lines(path) if path.suffix == ".jsonl" else [_checked(_read(path), f"the prompt file {path}")]
+        if not read:
+            raise RequestError(f"the prompt file {path} has no line that is a prompt, expected at least one")
+        prompts += read
     return prompts
 
 
 def read_standard_input() -> list[Prompt]:
-    """Standard input as one prompt; nothing if it is a terminal, closed or empty."""
+    """Standard input as one prompt; nothing if it is a terminal, closed or empty. Raises RequestError."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
-    text = sys.stdin.read()
-    return [text] if text.strip() else []
+    try:
+        text = sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"standard input cannot be read as text: {error}") from error
+    return [_checked(text, "standard input")] if text.strip() else []
 
 
-def _json_lines(path: Path, text: str) -> list[Prompt]:
+def shortened(prompt: Prompt) -> str:
+    """A prompt in one line of the terminal."""
+    if isinstance(prompt, dict):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    if isinstance(prompt, list):
+        return f"{len(prompt)} token ids"
+    line = " ".join(str(prompt).split())
+    return line if len(line) <= _LINE else f"{line[:60]} … {line[-36:]}"
+
+
+def _read(path: Path, newline: str | None = None) -> str:
+    """The text of a file, without the mark that some editors begin it with."""
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _json_lines(path: Path) -> list[Prompt]:
     prompts: list[Prompt] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_read(path, newline="").split("\n"), 1):  # other ends of lines may stand inside JSON strings
         if not line.strip():
             continue
+        where = f"line {number} of {path}"
         try:
             value = json.loads(line)
-        except ValueError as error:
-            raise RequestError(f"line {number} of {path} is not JSON: {error}") from error
-        if isinstance(value, dict):
-            value = value.get("prompt_token_ids", value.get("prompt"))
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(token, int) for token in value)):
-            prompts.append(value)
-        else:
-            raise RequestError(
-                f"line {number} of {path} is no prompt, expected a string, a list of token ids, or an object with 'prompt' or 'prompt_token_ids'"
-            )
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON: {error}") from error
+        prompts.append(_checked(value, where))
     return prompts
+
+
+def _checked(value: Any, where: str) -> Prompt:
+    """`value` if it has the form of a prompt. Raises RequestError that begins with `where` it stands."""
+    if isinstance(value, dict):
+        from interlock.engine.inputs import check_prompt_object
+
+        try:
+            check_prompt_object(value)
+        except RequestError as error:
+            raise RequestError(f"{where}: {error}") from error
+    content = value.get("prompt_token_ids", value.get("prompt")) if isinstance(value, dict) else value
+    if not isinstance(content, str) and not (
+        isinstance(content, list) and all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in content)
+    ):
+        raise RequestError(f"{where} is no prompt, expected a string, a list of token ids, or an object with 'prompt' or 'prompt_token_ids'")
+    if not content:
+        raise RequestError(f"{where}: the prompt is empty, expected at least one character or token")
+    if isinstance(content, str) and any("\ud800" <= char <= "\udfff" for char in content):
+        raise RequestError(f"{where}: the prompt is not valid Unicode text: {content!r:.200}")
+    return cast("Prompt", value)
 
 
 def _harbour_log() -> str:

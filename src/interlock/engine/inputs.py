@@ -2,7 +2,7 @@
 
 import hashlib
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -60,19 +60,11 @@ class InputProcessor:
                 raise RequestError(f"stop_token_ids has {token_id}, expected token ids below {self._vocab_size}, the model's vocabulary")
 
     def _read_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
-        unknown = sorted(set(prompt) - set(_PROMPT_KEYS), key=str)
-        if unknown:
-            raise RequestError(f"prompt has unknown keys {unknown}, expected some of {list(_PROMPT_KEYS)}")
+        check_prompt_object(prompt)
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"cache_salt is {salt!r}, expected a string")
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"prompt is {text!r}, expected text")
         if "prompt_token_ids" in prompt:
             return TokenizedPrompt(text, self._check_ids(prompt["prompt_token_ids"]), salt)
-        if text is None:
-            raise RequestError(f"prompt has keys {sorted(prompt)}, expected 'prompt' or 'prompt_token_ids' among them")
-        return self._tokenize(text, salt)
+        return self._tokenize(prompt["prompt"], salt)
 
     def _tokenize(self, text: str, salt: str | None) -> TokenizedPrompt:
         if self._tokenizer is None:
@@ -100,6 +92,37 @@ class InputProcessor:
                 "shorten the prompt or raise max_model_len"
             )
         return [int(token_id) for token_id in token_ids]
+
+
+def check_prompt_object(prompt: Mapping[str, Any]) -> None:
+    """Raise RequestError unless `prompt` has the keys of one and its texts are texts; only the model can tell whether its tokens are tokens."""
+    unknown = sorted(set(prompt) - set(_PROMPT_KEYS), key=str)
+    if unknown:
+        raise RequestError(f"prompt has unknown keys {unknown}, expected some of {list(_PROMPT_KEYS)}")
+    salt, text = prompt.get("cache_salt"), prompt.get("prompt")
+    if salt is not None and (not isinstance(salt, str) or not _is_unicode(salt)):
+        raise RequestError(f"cache_salt is {salt!r}, expected a string")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt is {text!r}, expected text")
+    if text is None and "prompt_token_ids" not in prompt:
+        raise RequestError(f"prompt has keys {sorted(prompt)}, expected 'prompt' or 'prompt_token_ids' among them")
+
+
+def as_user_message(prompt: Prompt, chat_prompt: Callable[[Messages], dict[str, Any]]) -> Prompt:
+    """`prompt`, with its text as the only message of a chat, which `chat_prompt` puts through the template; as it is if it has token ids."""
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else None
+    if not isinstance(text, str):
+        return prompt
+    return {**(prompt if isinstance(prompt, Mapping) else {}), **chat_prompt([{"role": "user", "content": text}])}
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: half of a surrogate pair, which JSON can spell, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

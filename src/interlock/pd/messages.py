@@ -17,13 +17,14 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Parent: run one request. `prompt` is text or token ids; `chat` puts text through the chat template (None: if there is one).
+    """Parent: run one request. `prompt` is text, token ids, or an object with one of them, as `LLM.generate` takes it; `chat` puts text
+    through the chat template (None: if there is one).
 
     kv_transfer_params: what prefill answered, for decode; {"do_remote_decode": true} for prefill; None for neither.
     """
 
     request_id: str
-    prompt: str | list[int]
+    prompt: str | list[int] | dict[str, Any]
     sampling: dict[str, Any]
     chat: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None

@@ -23,11 +23,11 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """One prompt (text, or token ids) with its sampling parameters as plain JSON values; `chat` applies the chat template to text
+    """One prompt, as `LLM.generate` takes it, with its sampling parameters as plain JSON values; `chat` applies the chat template to text
     (None: if the model has one)."""
 
     request_id: str
-    prompt: str | list[int]
+    prompt: str | list[int] | dict[str, Any]
     sampling: Mapping[str, Any]
     chat: bool | None
 

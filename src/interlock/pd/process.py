@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from interlock.core.errors import InterlockError
+from interlock.core.errors import ConfigError, InterlockError
 from interlock.pd.messages import Channel, Fatal, FromEngine, Start, Stop
 
 STOP_SECONDS = 5.0  # how long an orderly shutdown may take before the process group is killed
@@ -30,11 +30,16 @@ class EngineProcessError(InterlockError, RuntimeError):
 
 
 class EngineProcess:
-    """One engine process, called `name`. `engine` holds engine options by name, as plain JSON values."""
+    """One engine process, called `name`. `engine` holds engine options by name, as plain JSON values. Raises ConfigError for what is none."""
 
     def __init__(self, name: str, engine: Mapping[str, Any]) -> None:
         self.name = name
         self.alive = True
+        start = Start(dict(engine))
+        try:
+            msgspec.msgpack.encode(start)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(f"the engine options {dict(engine)!r:.500} cannot be told to another process: {error}") from error
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -47,7 +52,7 @@ class EngineProcess:
         finally:
             theirs.close()
         self._channel = Channel(ours, FromEngine)
-        self.send(Start(dict(engine)))
+        self.send(start)
 
     @property
     def pid(self) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from interlock.core.errors import InterlockError
 from interlock.core.sampling_params import SamplingParams
+from interlock.engine.inputs import as_user_message
 from interlock.engine.llm import LLM
 from interlock.engine.outputs import RequestDelta
 from interlock.engine.pacing import pause_seconds
@@ -87,9 +88,8 @@ class EngineServer:
     def _prompt(self, message: Generate) -> Any:
         tokenizer = self._core.tokenizer
         has_template = tokenizer is not None and tokenizer.has_chat_template
-        if isinstance(message.prompt, str) and (has_template if message.chat is None else message.chat):
-            return self._llm.chat_prompt([{"role": "user", "content": message.prompt}])
-        return message.prompt
+        wanted = has_template if message.chat is None else message.chat
+        return as_user_message(message.prompt, self._llm.chat_prompt) if wanted else message.prompt
 
     def _report(self, delta: RequestDelta) -> None:
         running = self._running[delta.request_id]
