@@ -1,7 +1,7 @@
 """A directory of KV blocks, one file each, shared by any number of processes.
 
 A file is written under a name that nobody else uses and then renamed, so an entry is whole or absent. Its header says what it holds: the
-content key, the namespace (KV identity, layout, kernel version) and a digest of the payload. Whatever does not agree is a miss.
+content key, the namespace (KV identity, layout, kernel version) and a digest of each layer. Whatever does not agree is a miss.
 
 All lie at `<directory>/interlock-kv/<namespace>/<first two digits of the key>/`. Nothing is touched or counted that is not a regular file of
 such a place and name, and no symbolic link below `<directory>` is followed.
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 Payload = bytes | bytearray | memoryview
 
-_MAGIC = b"ILKVBLK\x01"
-_HEADER = struct.Struct("<8sQ32s32s32s16x")  # magic, payload bytes, key, namespace, digest of the payload
+_MAGIC = b"ILKVBLK\x02"
+_HEADER = struct.Struct("<8sQ32s32s")  # magic, payload bytes, key, namespace; the layers' digests follow, then the layers
+_DIGEST_BYTES = 32
 _SUBDIRECTORY = "interlock-kv"
 _SUFFIX, _TEMPORARY = ".kv", ".tmp"
 _NAMESPACE_NAME, _GROUP_NAME = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
@@ -46,7 +47,7 @@ def namespace_of(config: KVCacheConfig) -> bytes:
         config.dtype,
         *(str(size) for size in (config.block_size, config.num_layers, config.num_kv_heads, config.head_dim)),
     )
-    digest = hashlib.sha256(b"interlock block files 1")
+    digest = hashlib.sha256(b"interlock block files 2")
     for part in parts:
         digest.update(struct.pack("<Q", len(part.encode())) + part.encode())
     return digest.digest()
@@ -60,8 +61,10 @@ class BlockFiles:
     def __init__(self, directory: Path, config: KVCacheConfig, max_bytes: int) -> None:
         self.root = directory / _SUBDIRECTORY
         self.namespace = namespace_of(config)
-        self.payload_bytes = config.num_layers * config.block_bytes
-        self.file_bytes = _HEADER.size + self.payload_bytes
+        self.num_layers, self.layer_bytes = config.num_layers, config.block_bytes
+        self.payload_bytes = self.num_layers * self.layer_bytes
+        self.header_bytes = _HEADER.size + self.num_layers * _DIGEST_BYTES
+        self.file_bytes = self.header_bytes + self.payload_bytes
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._used: int | None = None
@@ -86,13 +89,29 @@ class BlockFiles:
         """The payload, uint8 [payload_bytes], verified. Raises OSError, or KVTransferError for a bad entry, which is removed."""
         path = self.path(key)
         self._refuse_links(path)
-        data = self.read_bytes(path)
-        if not self._holds(data, key):
-            self.remove(key)
-            raise KVTransferError(f"{path} is not a whole block with this key ({len(data)} bytes, expected {self.file_bytes}); removed")
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return memoryview(data)[_HEADER.size :]
+        data = memoryview(self.read_bytes(path, 0, self.file_bytes))
+        digests, payload = self._digests(data, key), data[self.header_bytes :]
+        if digests is None or not all(map(self._is_layer, self._layers(payload), digests)):
+            raise self._bad(key)
+        self._mark_used(path)
+        return payload
+
+    def read_digests(self, key: bytes) -> list[bytes]:
+        """The digests of the layers of an entry, for `read_layer`. Raises as `read` does."""
+        path = self.path(key)
+        self._refuse_links(path)
+        digests = self._digests(self.read_bytes(path, 0, self.header_bytes), key)
+        if digests is None:
+            raise self._bad(key)
+        self._mark_used(path)
+        return digests
+
+    def read_layer(self, key: bytes, layer: int, digest: bytes) -> memoryview:
+        """One layer, uint8 [layer_bytes], verified by what `read_digests` said of it. Raises as `read` does."""
+        data = memoryview(self.read_bytes(self.path(key), self.header_bytes + layer * self.layer_bytes, self.layer_bytes))
+        if not self._is_layer(data, digest):
+            raise self._bad(key)
+        return data
 
     def write(self, key: bytes, payload: Payload, *, replace: bool = False) -> None:
         """Add an entry. One that is there is only marked as used, unless it is to be replaced. Raises OSError, with nothing changed."""
@@ -109,7 +128,7 @@ class BlockFiles:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # tells `clean` in other processes that its writer lives
-            self.write_bytes(fd, _HEADER.pack(_MAGIC, self.payload_bytes, key, self.namespace, _digest(payload)))
+            self.write_bytes(fd, self._header(key) + b"".join(map(_digest, self._layers(payload))))
             self.write_bytes(fd, payload)
             self.publish(temporary, path)
         except BaseException:
@@ -153,13 +172,16 @@ class BlockFiles:
         """A name in the same directory that no other writer uses."""
         return path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}{_TEMPORARY}")
 
-    def read_bytes(self, path: Path) -> bytearray:
-        """All bytes of a file, up to one more than a whole one has."""
-        data = bytearray(self.file_bytes + 1)
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
-            filled = 0
-            while filled < len(data) and (count := file.readinto(memoryview(data)[filled:])):
-                filled += count
+    def read_bytes(self, path: Path, start: int, size: int) -> bytearray:
+        """`size` bytes of a file from `start` on, or fewer: none, unless it is a regular file as long as a whole one."""
+        data, filled = bytearray(size), 0
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not hold up the open
+        with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes:
+                file.seek(start)
+                while filled < size and (count := file.readinto(memoryview(data)[filled:])):
+                    filled += count
         del data[filled:]
         return data
 
@@ -177,11 +199,30 @@ class BlockFiles:
 
     # ---- below
 
-    def _holds(self, data: bytearray, key: bytes) -> bool:
-        if len(data) != self.file_bytes:
-            return False
-        header = _HEADER.pack(_MAGIC, self.payload_bytes, key, self.namespace, _digest(memoryview(data)[_HEADER.size :]))
-        return data[: _HEADER.size] == header
+    def _header(self, key: bytes) -> bytes:
+        return _HEADER.pack(_MAGIC, self.payload_bytes, key, self.namespace)
+
+    def _digests(self, data: Payload, key: bytes) -> list[bytes] | None:
+        """The digests in the header of an entry; None if it is not the header of this key."""
+        if len(data) < self.header_bytes or data[: _HEADER.size] != self._header(key):
+            return None
+        return [bytes(data[start : start + _DIGEST_BYTES]) for start in range(_HEADER.size, self.header_bytes, _DIGEST_BYTES)]
+
+    def _layers(self, payload: Payload) -> list[memoryview]:
+        whole = memoryview(payload)
+        return [whole[start : start + self.layer_bytes] for start in range(0, self.payload_bytes, self.layer_bytes)]
+
+    def _is_layer(self, data: Payload, digest: bytes) -> bool:
+        return len(data) == self.layer_bytes and _digest(data) == digest
+
+    def _bad(self, key: bytes) -> KVTransferError:
+        self.remove(key)
+        return KVTransferError(f"{self.path(key)} is not a whole block with this key, a file of {self.file_bytes} bytes; removed")
+
+    @staticmethod
+    def _mark_used(path: Path) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
 
     def _make_room(self) -> None:
         """Evict until one more file fits."""
@@ -233,4 +274,4 @@ def _named(directory: Path, name: re.Pattern[str], is_kind: Callable[[int], bool
 
 
 def _digest(payload: Payload) -> bytes:
-    return hashlib.blake2b(payload, digest_size=32).digest()
+    return hashlib.blake2b(payload, digest_size=_DIGEST_BYTES).digest()

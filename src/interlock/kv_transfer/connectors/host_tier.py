@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from threading import Condition, Event, Lock, Thread
 
 import numpy as np
@@ -145,6 +146,22 @@ class CopyThread:
                 self._condition.wait()
 
 
+@dataclass(slots=True, eq=False)
+class _CopyIn:
+    """A load under way. blocks, slots: int64, those that are there; transfers: per layer, if a step consumes it; layer: the next to be copied."""
+
+    load: TierLoad
+    step: int
+    ledger: Ledger
+    transfers: Sequence[int]
+    blocks: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
+    quiescent: Event = field(default_factory=Event)
+    layer: int = 0
+    seconds: float = 0.0
+
+
 class HostTierWorker:
     """The memory of the slots, a slot's layers side by side, and the copies. memory: uint8 [num_slots, num_layers, block bytes]."""
 
@@ -156,7 +173,7 @@ class HostTierWorker:
         self._layer_addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._stop = Buffer.zeros((1,), "int64")
         self._lock = Lock()
-        self._step_loads: dict[int, list[tuple[Buffer, Event]]] = {}
+        self._step_loads: dict[int, list[_CopyIn]] = {}
         self._thread: CopyThread | None = None
 
     def register(self, layers: Sequence[Buffer]) -> None:
@@ -165,13 +182,16 @@ class HostTierWorker:
         self._thread = CopyThread("interlock-host-tier")
 
     def load(self, load: TierLoad, step: int, ledger: Ledger) -> None:
-        """Have a load made. A synchronous one is reported to `ledger`, layer by layer in order, as transfers of `step`."""
-        abort, quiescent = Buffer.zeros((1,), "int64"), Event()
+        """Have a load made, layer by layer; loads that wait take turns, so that a layer of a whole step lands before the next. A synchronous
+        one is reported to `ledger` as transfers of `step`."""
+        count = load.num_available
+        places = [place for place in load.places[:count] if place is not None]
         transfers = self._begin(load, step, ledger) if load.synchronous else []
+        copy = _CopyIn(load, step, ledger, transfers, np.array(load.block_ids[:count], np.int64), np.array(places, np.int64))
         if load.synchronous:
             with self._lock:
-                self._step_loads.setdefault(step, []).append((abort, quiescent))
-        self._submit(lambda: self._load(load, step, ledger, transfers, abort, quiescent), urgent=True)
+                self._step_loads.setdefault(step, []).append(copy)
+        self._submit(lambda: self._copy_in(copy), urgent=True)
 
     def save(self, saves: Sequence[TierSave]) -> None:
         """Have blocks copied into their slots."""
@@ -183,10 +203,10 @@ class HostTierWorker:
         """Stop the step's synchronous loads, and return when none of them writes any more."""
         with self._lock:
             loads = list(self._step_loads.get(step, ()))
-        for abort, _ in loads:
-            abort.numpy()[0] = 1
-        for _, quiescent in loads:
-            quiescent.wait()
+        for copy in loads:
+            copy.abort.numpy()[0] = 1
+        for copy in loads:
+            copy.quiescent.wait()
 
     def poll(self) -> None:
         """A copy in memory needs no watching."""
@@ -199,42 +219,41 @@ class HostTierWorker:
 
     # ---- on the thread
 
-    def _load(self, load: TierLoad, step: int, ledger: Ledger, transfers: Sequence[int], abort: Buffer, quiescent: Event) -> None:
-        landed, error, began = 0, None, time.monotonic()
+    def _copy_in(self, copy: _CopyIn) -> None:
+        """The next layer of a load; the last one ends it."""
+        began, error = time.monotonic(), None
         try:
-            landed = self._load_layers(load, ledger, transfers, abort)
+            if copy_list(self._descriptors(copy.layer, copy.blocks, copy.slots, load=True), copy.abort) < len(copy.blocks):
+                error = "the load was stopped"
+            elif copy.transfers:
+                copy.ledger.end_transfer(copy.transfers[copy.layer])
         except Exception as problem:
-            logger.exception("the load of request %s from host memory failed", load.req_id)
+            logger.exception("the load of request %s from host memory failed", copy.load.req_id)
             error = f"the copy thread raised {type(problem).__name__}: {problem}"
+        copy.seconds += time.monotonic() - began
+        if error is None:
+            copy.layer += 1
+            if copy.layer < self._num_layers:
+                self._submit(lambda: self._copy_in(copy), urgent=True)
+                return
+        self._end(copy, error)
+
+    def _end(self, copy: _CopyIn, error: str | None) -> None:
+        """Nothing is written for the load any more."""
+        load, landed = copy.load, len(copy.blocks) if error is None else 0
+        try:
+            for transfer in copy.transfers[copy.layer :]:
+                copy.ledger.end_transfer(transfer, error)
         finally:
-            for transfer in transfers:
-                if error is not None:
-                    ledger.end_transfer(transfer, error)
             if landed:
-                self.reports.note_speed(landed * self._num_layers * self._block_bytes, time.monotonic() - began)
+                self.reports.note_speed(landed * self._num_layers * self._block_bytes, copy.seconds)
             bad = load.keys[landed : landed + 1] if landed == load.num_available else ()
             self.reports.end_load(EndedLoad(load, landed, bad))
             with self._lock:
-                entries = self._step_loads.get(step, [])
-                entries[:] = [entry for entry in entries if entry[1] is not quiescent]
-                if not entries:
-                    self._step_loads.pop(step, None)
-            quiescent.set()
-
-    def _load_layers(self, load: TierLoad, ledger: Ledger, transfers: Sequence[int], abort: Buffer) -> int:
-        """Copy what is there, layer by layer. Returns how many of the load's first blocks have landed."""
-        count = load.num_available
-        blocks = np.array(load.block_ids[:count], np.int64)
-        slots = np.array([place for place in load.places[:count] if place is not None], np.int64)
-        for layer in range(self._num_layers):
-            stopped = copy_list(self._descriptors(layer, blocks, slots, load=True), abort) < count
-            if transfers:
-                ledger.end_transfer(transfers[layer], "the load was stopped" if stopped else None)
-            if stopped:
-                for transfer in transfers[layer + 1 :]:
-                    ledger.end_transfer(transfer, "the load was stopped")
-                return 0
-        return count
+                others = [other for other in self._step_loads.pop(copy.step, ()) if other is not copy]
+                if others:
+                    self._step_loads[copy.step] = others
+            copy.quiescent.set()
 
     def _save(self, saves: Sequence[TierSave]) -> None:
         blocks = np.array([save.block_id for save in saves], np.int64)

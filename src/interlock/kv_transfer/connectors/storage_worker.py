@@ -31,7 +31,12 @@ _FLUSH_SECONDS = 10.0
 
 
 class _Read:
-    """A load from files. The lock is held while bytes go into the pool, and when the load ends."""
+    """A load from files. One that a step consumes goes layer by layer, and the ledger hears of each block of a layer; any other goes block
+    by block. The lock is held while bytes go into the pool, and when the load ends.
+
+    count: its first blocks that can still land; num_landed: those that have, in all layers; layer, digests: where the next reader goes on;
+    reading: the block whose file is being read; seconds: spent in reading.
+    """
 
     def __init__(self, load: TierLoad, step: int, ledger: Ledger, num_layers: int, deadline: float) -> None:
         self.load = load
@@ -41,26 +46,36 @@ class _Read:
         self.lock = threading.Lock()
         self.over = False
         self.replaced = False
-        self.reading = False
+        self.reading: int | None = None
+        self.count = len(load.block_ids)
         self.num_landed = 0
-        size = (load.stop - load.start) // len(load.block_ids)
+        self.bad_keys: tuple[bytes, ...] = ()
+        self.layer = 0
+        self.digests: list[list[bytes]] = []  # per block, per layer
+        self.seconds = 0.0
+        size = (load.stop - load.start) // self.count
         starts = range(load.start, load.stop, size) if load.synchronous else ()
-        self.transfers = [[ledger.begin_transfer(step, load.req_id, layer, p, p + size) for layer in range(num_layers)] for p in starts]
+        self.transfers = {
+            (index, layer): ledger.begin_transfer(step, load.req_id, layer, start, start + size)
+            for index, start in enumerate(starts)
+            for layer in range(num_layers)
+        }
 
-    def landed(self) -> None:
-        """The next block stands in the pool, all layers. The lock is held."""
-        self.reading = False
-        if self.transfers:
-            for transfer in self.transfers[self.num_landed]:
-                self.ledger.end_transfer(transfer)
-        self.num_landed += 1
+    def landed(self, index: int) -> None:
+        """The layer of a block stands in the pool. The lock is held."""
+        self.reading = None
+        self.ledger.end_transfer(self.transfers.pop((index, self.layer)))
+
+    def fail_from(self, index: int, error: str | None) -> None:
+        """Of this block and those behind it nothing more lands. The lock is held."""
+        self.count = index
+        for place in [place for place in self.transfers if place[0] >= index]:
+            self.ledger.end_transfer(self.transfers.pop(place), error)
 
     def end(self, error: str | None) -> None:
         """The rest has failed, or there is none. The lock is held."""
         self.over = True
-        for transfers in self.transfers[self.num_landed :]:
-            for transfer in transfers:
-                self.ledger.end_transfer(transfer, error)
+        self.fail_from(0, error)
 
 
 class StorageWorker:
@@ -87,7 +102,10 @@ class StorageWorker:
     def register(self, layers: Sequence[Buffer]) -> None:
         """See `TierWorker`. Also removes what dead writers have left."""
         self._layers = [layer.numpy().view(np.uint8).reshape(layer.shape[0], self._block_bytes) for layer in layers]
-        self._files.clean()
+        try:
+            self._files.clean()
+        except OSError as error:
+            logger.warning("what dead writers may have left in %s is not removed: %s", self._files.root, error)
         self._writer = CopyThread("interlock-storage-write")
         for _ in range(_READERS):
             self._add_reader()
@@ -149,43 +167,88 @@ class StorageWorker:
     def _run_reader(self) -> None:
         while (read := self._queue.get()) is not None:
             try:
-                self._execute(read)
+                if read.load.synchronous:
+                    self._read_layer(read)
+                else:
+                    self._read_blocks(read)
             except Exception as error:
                 logger.exception("the load of request %s from storage failed", read.load.req_id)
-                self._end(read, (), f"the read thread raised {type(error).__name__}: {error}")
+                self._end(read, 0 if read.load.synchronous else read.num_landed, f"the read thread raised {type(error).__name__}: {error}")
             if read.replaced:
                 with self._lock:
                     self._stuck -= 1
                 return
 
-    def _execute(self, read: _Read) -> None:
+    def _read_layer(self, read: _Read) -> None:
+        """The next layer of all blocks; then the load goes to the end of the queue, behind the same layer of other loads."""
         began = self._clock.now()
-        for key, block_id in zip(read.load.keys, read.load.block_ids, strict=True):
+        for index in range(read.count):
+            if not self._begin_read(read, index):
+                return
+            key, block_id = read.load.keys[index], read.load.block_ids[index]
+            try:
+                if read.layer == 0:
+                    read.digests.append(self._files.read_digests(key))
+                data = self._files.read_layer(key, read.layer, read.digests[index][read.layer])
+            except (OSError, KVTransferError) as error:
+                self._miss(read, index, error)
+                break
             with read.lock:
                 if read.over:
                     return
-                read.reading = True
+                self._layers[read.layer][block_id] = np.frombuffer(data, np.uint8)
+                read.landed(index)
+        read.seconds += self._clock.now() - began
+        read.layer += 1
+        if read.count and read.layer < self._num_layers:
+            self._queue.put(read)
+        else:
+            self._end(read, read.count, None)
+
+    def _read_blocks(self, read: _Read) -> None:
+        """All blocks, each with all its layers."""
+        began = self._clock.now()
+        for index, (key, block_id) in enumerate(zip(read.load.keys, read.load.block_ids, strict=True)):
+            if not self._begin_read(read, index):
+                return
             try:
                 payload = np.frombuffer(self._files.read(key), np.uint8).reshape(self._num_layers, self._block_bytes)
             except (OSError, KVTransferError) as error:
-                logger.warning("a block of request %s is not loaded: %s", read.load.req_id, error)
-                self._end(read, (key,), str(error))
-                return
+                self._miss(read, index, error)
+                break
             with read.lock:
                 if read.over:
                     return
                 for layer, part in zip(self._layers, payload, strict=True):
                     layer[block_id] = part
-                read.landed()
-        self.reports.note_speed(read.num_landed * self._files.payload_bytes, self._clock.now() - began)
-        self._end(read, (), None)
+                read.reading, read.num_landed = None, index + 1
+        read.seconds += self._clock.now() - began
+        self._end(read, read.count, None)
 
-    def _end(self, read: _Read, bad_keys: tuple[bytes, ...], error: str | None) -> None:
+    def _begin_read(self, read: _Read, index: int) -> bool:
+        """A file is about to be read; False if the load has been given up."""
+        with read.lock:
+            read.reading = index
+            return not read.over
+
+    def _miss(self, read: _Read, index: int, error: Exception) -> None:
+        """A block cannot be read: those before it still land."""
+        logger.warning("a block of request %s is not loaded: %s", read.load.req_id, error)
+        with read.lock:
+            read.reading = None
+            if not read.over:
+                read.bad_keys = (read.load.keys[index],)
+                read.fail_from(index, str(error))
+
+    def _end(self, read: _Read, num_landed: int, error: str | None) -> None:
         with read.lock:
             if read.over:
                 return
+            read.num_landed = num_landed
             read.end(error)
-        self._report(read, bad_keys)
+        if num_landed:
+            self.reports.note_speed(num_landed * self._files.payload_bytes, read.seconds)
+        self._report(read)
 
     def _give_up(self, read: _Read, error: str) -> None:
         """End a load whatever its read does; returns when it writes nothing any more. A read that hangs makes its key a miss."""
@@ -193,18 +256,21 @@ class StorageWorker:
             if read.over:
                 return
             read.end(error)
+            hangs = read.reading is not None
             with self._lock:
-                read.replaced = read.reading and self._stuck < _MAX_STUCK_READERS
+                read.replaced = hangs and self._stuck < _MAX_STUCK_READERS
                 self._stuck += read.replaced
+            if read.reading is not None:
+                read.bad_keys = (read.load.keys[read.reading],)
         logger.warning("the load of request %s from storage was given up: %s", read.load.req_id, error)
         if read.replaced:
             self._add_reader()
-        self._report(read, (read.load.keys[read.num_landed],) if read.reading else ())
+        self._report(read)
 
-    def _report(self, read: _Read, bad_keys: tuple[bytes, ...]) -> None:
+    def _report(self, read: _Read) -> None:
         with self._lock:
             del self._reads[read.load.load_id]
-        self.reports.end_load(EndedLoad(read.load, read.num_landed, bad_keys))
+        self.reports.end_load(EndedLoad(read.load, read.num_landed, read.bad_keys))
 
     def _open_reads(self) -> list[_Read]:
         with self._lock:
