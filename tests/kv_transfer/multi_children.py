@@ -6,7 +6,7 @@ from typing import Any
 from interlock.core.errors import RequestError
 from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
-from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults
+from interlock.kv_transfer.connector import KVConnector, KVConnectorRole, KVConnectorTransferResults
 
 MADE: list["Child"] = []
 
@@ -115,3 +115,19 @@ class WithTimelines(Child):
 class Raises(Child):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         raise OSError("the cache server is gone")
+
+
+class RaisesOnce(Child):
+    """Raises in the method of the half that the test names, once."""
+
+    raising: tuple[KVConnectorRole, str] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if RaisesOnce.raising != (object.__getattribute__(self, "__dict__").get("role"), name):
+            return super().__getattribute__(name)
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            RaisesOnce.raising = None
+            raise OSError(f"no {name}")
+
+        return fail

@@ -34,9 +34,9 @@ class Scheduler:
         self.blocks = BlockManager(kv_cache_config, config.enable_prefix_caching)
         self._queues = RequestQueues(self.blocks, connector, clock, config.kv_async_load_timeout)
         self._planner = StepPlanner(config, self.blocks, self._queues, connector, clock)
-        recompute = transfer is not None and transfer.kv_load_failure_policy == "recompute"
-        recompute |= connector is not None and connector.recomputes_failed_loads
-        self._reports = LoadReports(self.blocks, self._queues, recompute, kv_cache_config.bytes_per_token, config.kv_async_load_timeout)
+        decides = connector is not None and (transfer is None or transfer.kv_load_failure_policy == "fail")
+        recomputes = connector.recomputes_load if connector is not None and decides else lambda req_id: True
+        self._reports = LoadReports(self.blocks, self._queues, recomputes, kv_cache_config.bytes_per_token, config.kv_async_load_timeout)
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._connector = connector

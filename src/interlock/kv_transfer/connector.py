@@ -169,6 +169,11 @@ class KVConnector(ABC):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The worker half's report of a step, before the scheduler acts on it."""
 
+    def recomputes_load(self, req_id: str) -> bool:
+        """Whether the request's load, should it fail, is recomputed whatever `kv_load_failure_policy` says. Asked of a request that has
+        one, before the failure is acted on."""
+        return self.recomputes_failed_loads
+
     def has_pending_push_work(self) -> bool:
         """True keeps the engine stepping (without tokens) although it has no requests."""
         return False

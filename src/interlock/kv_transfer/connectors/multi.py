@@ -12,6 +12,7 @@ from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults
+from interlock.kv_transfer.connectors.multi_calls import call_all
 from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta
 from interlock.kv_transfer.connectors.multi_scheduler import MultiSchedulerHalf
 from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
@@ -101,6 +102,10 @@ class MultiConnector(KVConnector):
         """See `MultiSchedulerHalf.update`."""
         self.scheduler_half.update(connector_output)
 
+    def recomputes_load(self, req_id: str) -> bool:
+        """As its owner says."""
+        return self.scheduler_half.recomputes_load(req_id)
+
     def has_pending_push_work(self) -> bool:
         """Any child has work, or the worker half has something to be told."""
         return self.scheduler_half.has_news
@@ -125,8 +130,8 @@ class MultiConnector(KVConnector):
 
     def handle_preemptions(self, connector_metadata: MultiMetadata) -> None:
         """See `KVConnector.handle_preemptions`."""
-        for child, metadata in zip(self.children, connector_metadata.children, strict=True):
-            child.handle_preemptions(metadata)
+        metas = dict(zip(self.children, connector_metadata.children, strict=True))
+        call_all(self.children, lambda child: child.handle_preemptions(metas[child]))
 
     def bind_connector_metadata(self, connector_metadata: MultiMetadata) -> None:
         """See `MultiWorkerHalf.bind`."""
@@ -184,8 +189,7 @@ class MultiConnector(KVConnector):
 
     def shutdown(self) -> None:
         """See `KVConnector.shutdown`."""
-        for child in self.children:
-            child.shutdown()
+        call_all(self.children, lambda child: child.shutdown())
 
     @property
     def scheduler_half(self) -> MultiSchedulerHalf:

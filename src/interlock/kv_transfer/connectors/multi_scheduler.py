@@ -3,14 +3,21 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from interlock.core.errors import RequestError
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector
-from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta, OwnedLoad
+from interlock.kv_transfer.connectors.multi_calls import ask, call_all
+from interlock.kv_transfer.connectors.multi_messages import ChildReport, MultiMetadata, MultiWorkerMeta, OwnedLoad
 
 logger = logging.getLogger(__name__)
+
+
+class _Match(NamedTuple):
+    num_tokens: int | None
+    is_async: bool
 
 
 class MultiSchedulerHalf:
@@ -44,11 +51,11 @@ class MultiSchedulerHalf:
         asked_from, answers = self._answers.pop(req_id, (num_computed_tokens, {}))
         if asked_from != num_computed_tokens:
             answers = {}
-        unknown = False
+        unknown, nothing = False, _Match(0, False)
         for index, child in enumerate(self._children):
             if index in answers or (req_id in self._allocated and not child.load_is_repeatable):
                 continue
-            found, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            found, is_async = ask(child, partial(_matched, child, request, num_computed_tokens), nothing)
             if found is None:
                 unknown = True
             else:
@@ -74,12 +81,17 @@ class MultiSchedulerHalf:
             start = request.num_computed_tokens
             blocks = block_ids[start // self._block_size : -(-(start + num_external_tokens) // self._block_size)]
             self._loads.append(OwnedLoad(req_id, offer, tuple(blocks)))
-        for index, child in enumerate(self._children):
-            child.update_state_after_alloc(request, block_ids, num_external_tokens if index == offer else 0)
+        loader = None if offer is None else self._children[offer]
+        call_all(self._children, lambda child: child.update_state_after_alloc(request, block_ids, num_external_tokens if child is loader else 0))
 
     def owner(self, req_id: str) -> int | None:
         """The child that made the request's last load."""
         return self._owners.get(req_id)
+
+    def recomputes_load(self, req_id: str) -> bool:
+        """As the child says that made the request's last load."""
+        owner = self._owners.get(req_id)
+        return owner is not None and self._children[owner].recomputes_load(req_id)
 
     def build_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         """Each child sees the promises that are its own."""
@@ -97,12 +109,12 @@ class MultiSchedulerHalf:
 
     def preempted(self, request: ConnectorRequest) -> None:
         """See `KVConnector.request_preempted`."""
-        for child in self._children:
-            child.request_preempted(request)
+        call_all(self._children, lambda child: child.request_preempted(request))
 
     def finished(self, request: ConnectorRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The blocks are kept until all children that want them have let go. The answer's parameters are those of the first that has some."""
-        answers = [child.request_finished(request, block_ids) for child in self._children]
+        nothing: tuple[bool, dict[str, Any] | None] = (False, None)
+        answers = [ask(child, partial(child.request_finished, request, block_ids), nothing) for child in self._children]
         keepers = frozenset(index for index, (keep, _) in enumerate(answers) if keep)
         if keepers:
             self._keepers.append((request.request_id, keepers))
@@ -120,19 +132,27 @@ class MultiSchedulerHalf:
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, MultiWorkerMeta):
             return
-        for child, report in zip(self._children, meta.children, strict=True):
-            child.update_connector_output(
-                dataclasses.replace(
-                    output,
-                    finished_sending=report.results.finished_sending,
-                    finished_recving=report.results.finished_recving,
-                    failed_recving=report.results.failed_recving,
-                    kv_connector_stats=report.stats,
-                    kv_connector_worker_meta=report.worker_meta,
-                )
-            )
+        reports = dict(zip(self._children, meta.children, strict=True))
+        call_all(self._children, lambda child: child.update_connector_output(_seen_by(reports[child], output)))
 
     @property
     def has_news(self) -> bool:
         """Whether steps are needed even if no request runs."""
         return bool(self._loads or self._keepers) or any(child.has_pending_push_work() for child in self._children)
+
+
+def _matched(child: KVConnector, request: ConnectorRequest, num_computed_tokens: int) -> _Match:
+    found, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+    return _Match(found, is_async)
+
+
+def _seen_by(report: ChildReport, output: KVConnectorOutput) -> KVConnectorOutput:
+    """The output of a step as the child sees it: what it reported, and what has become of all loads."""
+    return dataclasses.replace(
+        output,
+        finished_sending=report.results.finished_sending,
+        finished_recving=report.results.finished_recving,
+        failed_recving=report.results.failed_recving,
+        kv_connector_stats=report.stats,
+        kv_connector_worker_meta=report.worker_meta,
+    )

@@ -4,13 +4,16 @@ import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from interlock.core.forward_context import CUDAGraphMode, ForwardContext
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults
+from interlock.kv_transfer.connectors.multi_calls import ask, call_all
 from interlock.kv_transfer.connectors.multi_messages import ChildReport, MultiMetadata, MultiWorkerMeta, OwnedLoad
 from interlock.kv_transfer.ledger import Ledger
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +35,12 @@ class MultiWorkerHalf:
         self._written: dict[str, OwnedLoad] = {}
         self._finished: set[str] = set()
         self._claimed: set[int] = set()
+        self._fails: dict[int, Callable[[str], None]] = {}
         self._keepers: dict[str, set[int]] = {}
         self._results: list[KVConnectorTransferResults] = [KVConnectorTransferResults()] * len(children)
         self._stats: list[Mapping[str, float]] = [{}] * len(children)
         self._num_dropped = 0
+        self._warnings = FirstWarnings(logger)
 
     # ---- a step
 
@@ -48,56 +53,63 @@ class MultiWorkerHalf:
             self._loads.popitem(last=False)
         for req_id, keepers in metadata.keepers:
             self._keepers[req_id] = set(keepers)
-        for child, meta in zip(self._children, metadata.children, strict=True):
-            child.bind_connector_metadata(meta)
+        metas = dict(zip(self._children, metadata.children, strict=True))
+        self.for_each(lambda child: child.bind_connector_metadata(metas[child]))
 
     def start_loads(self, forward_context: ForwardContext, arguments: Mapping[str, Any]) -> None:
         """Start each child's loads: first of those that return at once. What a child raises costs its own loads only."""
-        output, ledger = arguments["scheduler_output"], arguments["ledger"]
+        output, ledger, step = arguments["scheduler_output"], arguments["ledger"], forward_context.step
         order = sorted(range(len(self._children)), key=lambda index: not self._children[index].supports_timelines)
         for index in order:
             child = self._children[index]
             mine = tuple(promise for promise in output.load_promises if self._owner(promise.req_id) == index)
+            self._fails[index] = partial(_fail, ledger, step, mine)
             try:
                 child.start_load_kv(forward_context, **{**arguments, "scheduler_output": dataclasses.replace(output, load_promises=mine)})
                 if mine and self._uses_ledger and not child.supports_timelines:
                     self._await_claim(index, forward_context, mine, ledger)
             except Exception as error:
-                logger.exception("%s raised while it loaded; its loads of step %d count as failed", type(child).__name__, forward_context.step)
-                for promise in mine:
-                    ledger.fail_promise(forward_context.step, promise.req_id, f"the connector raised {type(error).__name__}: {error}")
+                self._has_failed(index, error)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Ask every child that has not said so already."""
+        """Ask every child that has not said so already. What a child raises costs its own loads only."""
         for index, child in enumerate(self._children):
             if index not in self._claimed:
-                child.wait_for_layer_load(layer_name)
+                try:
+                    child.wait_for_layer_load(layer_name)
+                except Exception as error:
+                    self._has_failed(index, error)
 
     def results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
         """The children's results: of loads those of their owner, once; of kept blocks the last of those who keep them."""
         self._finished |= finished_req_ids
         sent: set[str] = set()
         for index, child in enumerate(self._children):
-            reported = child.get_transfer_results(finished_req_ids)
+            reported = ask(child, partial(child.get_transfer_results, finished_req_ids), KVConnectorTransferResults())
             received = frozenset(req_id for req_id in reported.finished_recving | reported.failed_recving if self._ends(req_id, index))
             mine = frozenset(req_id for req_id in reported.finished_sending if self._lets_go(req_id, index))
             sent |= {req_id for req_id in mine if req_id not in self._keepers}
-            self._results[index] = KVConnectorTransferResults(mine, received, reported.failed_recving & received)
+            errors = {req_id: error for req_id, error in reported.recving_errors.items() if req_id in received}
+            self._results[index] = KVConnectorTransferResults(mine, received, reported.failed_recving & received, errors)
         return KVConnectorTransferResults(
             frozenset(sent),
             frozenset().union(*(result.finished_recving for result in self._results)),
             frozenset().union(*(result.failed_recving for result in self._results)),
+            {req_id: error for result in self._results for req_id, error in result.recving_errors.items()},
         )
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed, as named by those who have loaded them for a request that lives."""
+        """Blocks whose load failed, as named by those who have loaded them for a request that lives; all of these, if they cannot say."""
         bad: set[int] = set()
         for index, child in enumerate(self._children):
-            named = child.get_block_ids_with_load_errors()
-            mine = {block for load in self._written.values() if load.child == index for block in load.block_ids} if named else set()
-            if named - mine:
-                self._drop(index, "load errors of blocks", sorted(named - mine))
-            bad |= named & mine
+            named = ask(child, partial(_named_blocks, child), None)
+            if named == set():
+                continue
+            mine = {block for load in self._written.values() if load.child == index for block in load.block_ids}
+            not_mine = {name for name in named or () if name not in mine or isinstance(name, bool)}
+            if not_mine:
+                self._drop(index, "load errors of blocks", sorted(map(repr, not_mine)), kind="blocks")
+            bad |= mine if named is None else named - not_mine
         for req_id in list(self._finished):
             if req_id not in self._loads or self._loads[req_id].synchronous:
                 self._finished.remove(req_id)
@@ -106,7 +118,8 @@ class MultiWorkerHalf:
 
     def stats(self) -> dict[str, float]:
         """The children's counters, under their class names, and num_dropped_reports."""
-        self._stats = [dict(child.get_kv_connector_stats()) for child in self._children]
+        none: Mapping[str, float] = {}
+        self._stats = [dict(ask(child, child.get_kv_connector_stats, none)) for child in self._children]
         dropped, self._num_dropped = self._num_dropped, 0
         named = {
             f"{type(child).__name__}.{index}.{name}": value
@@ -117,18 +130,18 @@ class MultiWorkerHalf:
 
     def worker_meta(self) -> MultiWorkerMeta:
         """The report of the step."""
-        reports = zip(self._results, self._children, self._stats, strict=True)
-        return MultiWorkerMeta(tuple(ChildReport(results, child.build_connector_worker_meta(), stats) for results, child, stats in reports))
+        metas = [ask(child, child.build_connector_worker_meta, None) for child in self._children]
+        return MultiWorkerMeta(tuple(map(ChildReport, self._results, metas, self._stats)))
 
     def clear(self) -> None:
         """The step is over."""
         self._claimed = set()
+        self._fails = {}
         self.for_each(lambda child: child.clear_connector_metadata())
 
     def for_each(self, call: Callable[[KVConnector], None]) -> None:
-        """Call all children."""
-        for child in self._children:
-            call(child)
+        """Call all children. See `call_all`."""
+        call_all(self._children, call)
 
     # ---- below
 
@@ -139,10 +152,25 @@ class MultiWorkerHalf:
             self._claimed.add(index)
         for layer, layer_name in enumerate(self._layer_names):
             transfers = [ledger.begin_transfer(step, promise.req_id, layer, promise.start, promise.stop) for promise in mine]
-            if forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-                child.wait_for_layer_load(layer_name)
+            try:
+                if forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+                    child.wait_for_layer_load(layer_name)
+            except Exception as error:
+                for transfer in transfers:
+                    ledger.end_transfer(transfer, _cause(error))
+                raise
             for transfer in transfers:
                 ledger.end_transfer(transfer)
+
+    def _has_failed(self, index: int, error: Exception) -> None:
+        """The child has raised while it loaded: whatever of its loads of this step has not landed has failed, and it is asked no more."""
+        logger.error("%s (child %d) raised while it loaded; its loads of this step count as failed", self._name(index), index, exc_info=error)
+        self._claimed.add(index)
+        if index in self._fails:
+            self._fails[index](_cause(error))
+
+    def _name(self, index: int) -> str:
+        return type(self._children[index]).__name__
 
     def _owner(self, req_id: str) -> int | None:
         load = self._loads.get(req_id)
@@ -167,6 +195,20 @@ class MultiWorkerHalf:
             del self._keepers[req_id]
         return True
 
-    def _drop(self, index: int, what: str, value: object) -> None:
+    def _drop(self, index: int, what: str, value: object, kind: str | None = None) -> None:
         self._num_dropped += 1
-        logger.warning("%s (child %d) reports %s %s, which is not its own; dropped", type(self._children[index]).__name__, index, what, value)
+        message = f"{self._name(index)} (child {index}) reports {what} {value}, which is not its own; dropped"
+        self._warnings.warn(message, kind and f"{index} {kind}")
+
+
+def _fail(ledger: Ledger, step: int, promises: Iterable[LoadPromise], cause: str) -> None:
+    for promise in promises:
+        ledger.fail_promise(step, promise.req_id, cause)
+
+
+def _named_blocks(child: KVConnector) -> set[Any]:
+    return set(child.get_block_ids_with_load_errors() or ())
+
+
+def _cause(error: Exception) -> str:
+    return f"the connector raised {type(error).__name__}: {error}"
