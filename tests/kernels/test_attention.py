@@ -123,7 +123,10 @@ def prompt():
 
 @pytest.mark.parametrize(
     ("dtype", "num_heads", "num_kv_heads", "head_dim"),
-    [("bfloat16", 9, 3, 64), ("float16", 8, 1, 24), ("float32", 4, 4, 80), ("bfloat16", 10, 2, 16), ("float32", 2, 1, 8), ("float16", 4, 1, 128)],
+    [
+        *(("bfloat16", 9, 3, 64), ("float16", 8, 1, 24), ("float32", 4, 4, 80), ("bfloat16", 10, 2, 16), ("float32", 2, 1, 8)),
+        *(("float16", 4, 1, 128), ("bfloat16", 5, 1, 4), ("float32", 4, 1, 20), ("float16", 6, 2, 34), ("bfloat16", 3, 1, 100)),
+    ],
 )
 def test_agrees_with_float64(dtype, num_heads, num_kv_heads, head_dim):
     batch = [

@@ -123,7 +123,7 @@ class RopeCase:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (24, 24), (80, 80), (64, 16), (8, 8), (40, 36)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (24, 24), (80, 80), (64, 16), (8, 8), (40, 36), (2, 2), (100, 100)])
 def test_rope_rotates_queries_and_writes_rounded_keys_and_values(dtype, head_dim, rotary_dim):
     slots = [5, 0, 11, 6]
     case = RopeCase(head_dim, rotary_dim, dtype, slots).run()

@@ -133,6 +133,19 @@ def test_only_live_rows_and_columns_are_written(fmt, n):
     assert np.all(out[6:] == 42)
 
 
+@pytest.mark.parametrize("fmt", sorted(ELEMENT_BYTES))
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (33, 31), (20, 33), (100, 100)])
+def test_outputs_and_inputs_of_any_number_count(fmt, n, k):
+    x = random_inputs(6, k)
+    for packed_by in (packed_weight, packed_gate_up):
+        packed = packed_by(fmt, n, k)
+        expected = x.astype(np.float64) @ unpack_reference(packed).astype(np.float64).T
+        if packed.gate_up:
+            gate, up = np.split(expected, 2, axis=1)
+            expected = gate / (1 + np.exp(-gate)) * up
+        np.testing.assert_allclose(run_product(packed, x, num_threads=2), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_no_rows_is_no_work():
     packed = packed_weight("q8_0", 32)
     out = run_product(packed, random_inputs(2, packed.k), rows=0)

@@ -85,6 +85,16 @@ def test_logits_match_transformers_for_each_checkpoint_dtype(tmp_path: Path, dri
     np.testing.assert_allclose(drive(directory).logits(TOKENS), transformers_logits(directory, TOKENS), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("head_dim", [4, 20, 100])
+def test_heads_of_any_even_size_match_transformers_in_the_three_modes(tmp_path: Path, drive: Drive, head_dim: int) -> None:
+    directory = make_tiny_llama(tmp_path, head_dim=head_dim)
+    driver = drive(directory)
+    eager = driver.logits(TOKENS)
+    np.testing.assert_allclose(eager, transformers_logits(directory, TOKENS), atol=TOLERANCE, rtol=0)
+    for breaks in (True, False):
+        assert np.array_equal(bits(driver.step([(1, TOKENS, 0)], driver.capture(breaks=breaks)))[0], bits(eager)[-1])
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

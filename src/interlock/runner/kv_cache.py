@@ -12,7 +12,7 @@ from interlock.kv_transfer.transports.shared_memory import KVPool, allocate_pool
 from interlock.models.config import ModelConfig
 from interlock.models.registry import LoadedModel
 
-KERNEL_VERSION = 1  # part of the KV identity: raise it when a kernel's results change by a single bit
+KERNEL_VERSION = 2  # part of the KV identity: raise it when a kernel's results change by a single bit
 
 
 def kv_dtype(config: EngineConfig) -> DType:

@@ -129,18 +129,22 @@ def make_scores(rows: int, head_dim: int) -> Any:
             factor = splat_value(builder, scale)
             for group in _register_groups(rows, _VECTORS):
 
-                def body(index: Any, sums: list[Any], group: range = group) -> list[Any]:
+                def take(d: Any, sums: list[Any], group: range = group) -> None:
+                    vectors = [_load(builder, at(builder, keys, (d, 4 * TILE), (integer(v), 4 * LANES))) for v in group]
+                    for r in range(rows):
+                        weight = _splat_load(builder, at(builder, q, (d, 4), (integer(r), 4 * head_dim)))
+                        for j, vector in enumerate(vectors):
+                            sums[r * len(group) + j] = _fma(builder, weight, vector, sums[r * len(group) + j])
+
+                def body(index: Any, sums: list[Any]) -> list[Any]:
                     first = builder.mul(index, integer(unroll))
                     for step in range(unroll):
-                        d = builder.add(first, integer(step))
-                        vectors = [_load(builder, at(builder, keys, (d, 4 * TILE), (integer(v), 4 * LANES))) for v in group]
-                        for r in range(rows):
-                            weight = _splat_load(builder, at(builder, q, (d, 4), (integer(r), 4 * head_dim)))
-                            for j, vector in enumerate(vectors):
-                                sums[r * len(group) + j] = _fma(builder, weight, vector, sums[r * len(group) + j])
+                        take(builder.add(first, integer(step)), sums)
                     return sums
 
                 sums = loop(builder, integer(head_dim // unroll), [_ZERO] * (rows * len(group)), body)
+                for d in range(head_dim // unroll * unroll, head_dim):
+                    take(integer(d), sums)
                 for r in range(rows):
                     for j, v in enumerate(group):
                         address = at(builder, out, (integer(r), 4 * TILE), (integer(v), 4 * LANES))
