@@ -40,9 +40,11 @@ def _run(arguments: list[str]) -> int:
 
     from interlock.commands import app
     from interlock.core.errors import InterlockError
+    from interlock.core.logs import set_up_logging
 
     usage_error: Any = typer.BadParameter.__base__  # typer does not name it, and brings its own copy of click
     try:
+        set_up_logging()
         command = typer.main.get_command(app)
         with command.make_context("interlock", arguments or ["--help"]) as context:
             command.invoke(context)

@@ -188,6 +188,27 @@ def test_whatever_is_typed_wrong_is_one_line_and_exit_status_2(arguments: list[s
     assert all(word in line for word in words)
 
 
+@pytest.mark.parametrize("command", ["generate", "pd"])
+@pytest.mark.parametrize("level", ["", "debug"])
+def test_a_connector_that_cannot_be_imported_is_one_line_and_its_traceback_is_for_those_who_ask(
+    engine_flags: list[str], tmp_path: Path, command: str, level: str
+) -> None:
+    (tmp_path / "outside_broken.py").write_text("def x(:\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "INTERLOCK_LOGGING_LEVEL": level}
+    flags = ["--kv-transfer-config", '{"kv_connector": "outside_broken:X"}']
+    status, out, err = Command([command, "hi", *flags, *engine_flags], env=environment).finish()
+    assert (status, out) == (2, "")
+    lines = [line for line in err.splitlines() if not line.startswith(STAGES)]
+    assert lines[-1].startswith("error: kv_connector 'outside_broken:X' cannot be imported: SyntaxError")
+    assert len(lines) == 1 or level
+    assert ("Traceback" in err) == bool(level)
+
+
+def test_an_unknown_level_of_the_log_is_refused() -> None:
+    status, _, err = Command(["generate", "hi"], env={**os.environ, "INTERLOCK_LOGGING_LEVEL": "loud"}).finish()
+    assert (status, err) == (2, "error: INTERLOCK_LOGGING_LEVEL is 'loud', expected one of ['DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL']\n")
+
+
 def test_the_version_and_the_help_can_be_asked_for() -> None:
     assert Command(["--version"]).finish()[:2] == (0, f"interlock {importlib.metadata.version('interlock')}\n")
     assert Command([]).finish()[:2] == Command(["--help"]).finish()[:2]

@@ -17,7 +17,7 @@ from interlock.engine.outputs import RequestDelta
 from interlock.engine.request import Request
 from interlock.engine.scheduler import Scheduler
 from interlock.kv_transfer.connector import KVConnector, KVConnectorRole
-from interlock.kv_transfer.registry import create_connector
+from interlock.kv_transfer.registry import create_connector, discard_connector
 from interlock.runner.data_parallel import Lockstep, join_lockstep
 
 Progress = Callable[[str, int, int], None]
@@ -67,7 +67,7 @@ class EngineCore:
                 made.callback(runner.shutdown)
             if connector is None and config.kv_transfer_config is not None:
                 connector = create_connector(config, KVConnectorRole.SCHEDULER, runner.kv_cache_config)
-                made.callback(connector.shutdown)
+                made.callback(discard_connector, connector)
             self.runner: Runner = runner
             self._connector = connector
             self.tokenizer, self.max_model_len, model_config = runner.tokenizer, runner.max_model_len, runner.model_config

@@ -13,6 +13,7 @@ from interlock.engine.request import LoadState, Request, RequestStatus
 from interlock.engine.request_queues import RequestQueues
 from interlock.engine.step_planner import StepPlanner
 from interlock.kv_transfer.connector import KVConnector
+from interlock.kv_transfer.registry import bind_block_pool
 from interlock.kv_transfer.transfer_params import check_hand_off
 
 
@@ -42,7 +43,7 @@ class Scheduler:
         self._connector = connector
         self._clock = clock
         if connector is not None:
-            connector.bind_block_pool(self.blocks.pool)
+            bind_block_pool(connector, self.blocks.pool)
 
     # Arrivals and aborts
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from interlock.core.errors import InterlockError
+from interlock.core.logs import set_up_logging
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.inputs import as_user_message
 from interlock.engine.llm import LLM
@@ -133,6 +134,7 @@ def main() -> None:
     try:
         start = inbox.get()[1]
         assert isinstance(start, Start)
+        set_up_logging()
         with LLM(**start.engine, progress=lambda stage, done, total: channel.send(Progress(stage, done, total))) as llm:
             channel.send(Ready())
             EngineServer(llm, channel, inbox).serve()

@@ -13,7 +13,7 @@ from interlock.kv_transfer.connector import KVConnectorRole
 from interlock.kv_transfer.inert_lifecycle import InertKVStepDriver
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.lifecycle import KVStepDriver
-from interlock.kv_transfer.registry import connector_class, create_connector
+from interlock.kv_transfer.registry import create_connector, discard_connector, named_faults, requires_piecewise
 from interlock.runner.kv_cache import KVCache
 
 
@@ -40,7 +40,7 @@ def supported_mode(config: EngineConfig) -> CUDAGraphMode:
     mode, transfer = config.graph_mode, config.kv_transfer_config
     if transfer is None or not mode.has_full_cudagraphs():
         return mode
-    declared = connector_class(transfer).requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+    declared = requires_piecewise(transfer)
     if declared and config.kv_load_wait == "gate":
         raise ConfigError(
             f"kv_load_wait is 'gate', but the connector {transfer.kv_connector!r} needs hooks between the layers "
@@ -56,16 +56,18 @@ def create_kv_driver(
 
     On any error the connector is shut down again.
     """
-    if config.kv_transfer_config is None:
+    transfer = config.kv_transfer_config
+    if transfer is None:
         return InertKVStepDriver()
     with ExitStack() as undo:
         connector = create_connector(config, KVConnectorRole.WORKER, shape)
-        undo.callback(connector.shutdown)
+        undo.callback(discard_connector, connector)
         caches = dict(zip(shape.layer_names, kv_cache.layers, strict=True))
         assert kv_cache.shared is not None
-        connector.register_pool(kv_cache.shared)
-        connector.register_timelines(timelines.written)
-        connector.register_kv_caches(caches)
+        with named_faults(transfer, "cannot register the KV cache"):
+            connector.register_pool(kv_cache.shared)
+            connector.register_timelines(timelines.written)
+            connector.register_kv_caches(caches)
         mode = supported_mode(config)
         driver = KVStepDriver(
             connector,

@@ -1,7 +1,7 @@
 """The multi connector: several connectors as one. All save; the first that has the longest hit makes a request's load."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,15 @@ from interlock.kv_transfer.connectors.multi_calls import call_all
 from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta
 from interlock.kv_transfer.connectors.multi_scheduler import MultiSchedulerHalf
 from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
-from interlock.kv_transfer.registry import check_connector, connector_class, create_connector
+from interlock.kv_transfer.registry import (
+    bind_block_pool,
+    check_connector,
+    connector_class,
+    create_connector,
+    discard_connector,
+    named_faults,
+    requires_piecewise,
+)
 from interlock.kv_transfer.transports.shared_memory import KVPool
 
 
@@ -30,7 +38,7 @@ class MultiConnector(KVConnector):
             self.children: list[KVConnector] = []
             for child in _child_engine_configs(config):
                 self.children.append(create_connector(child, role, kv_cache_config))
-                undo.callback(self.children[-1].shutdown)
+                undo.callback(discard_connector, self.children[-1])
             undo.pop_all()
         with_timelines = [child for child in self.children if child.supports_timelines]
         self.supports_timelines = bool(with_timelines)
@@ -65,14 +73,14 @@ class MultiConnector(KVConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
         """Whether any child does."""
         children = _child_configs(extra_config, None)
-        return any(connector_class(child).requires_piecewise_for_cudagraph(child.kv_connector_extra_config) for child in children)
+        return any(requires_piecewise(child) for child in children)
 
     # ---- scheduler half
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """See `KVConnector.bind_block_pool`."""
         for child in self.children:
-            child.bind_block_pool(block_pool)
+            bind_block_pool(child, block_pool)
 
     def on_new_request(self, request: ConnectorRequest) -> None:
         """See `MultiSchedulerHalf.new_request`."""
@@ -114,15 +122,15 @@ class MultiConnector(KVConnector):
 
     def register_pool(self, pool: KVPool) -> None:
         """See `KVConnector.register_pool`."""
-        self.worker_half.for_each(lambda child: child.register_pool(pool))
+        self._register(lambda child: child.register_pool(pool))
 
     def register_timelines(self, written: Timelines) -> None:
         """See `KVConnector.register_timelines`."""
-        self.worker_half.for_each(lambda child: child.register_timelines(written))
+        self._register(lambda child: child.register_timelines(written))
 
     def register_kv_caches(self, kv_caches: Mapping[str, Buffer]) -> None:
         """See `KVConnector.register_kv_caches`."""
-        self.worker_half.for_each(lambda child: child.register_kv_caches(kv_caches))
+        self._register(lambda child: child.register_kv_caches(kv_caches))
 
     def get_handshake_metadata(self) -> Any:
         """The children's, in order."""
@@ -190,6 +198,11 @@ class MultiConnector(KVConnector):
     def shutdown(self) -> None:
         """See `KVConnector.shutdown`."""
         call_all(self.children, lambda child: child.shutdown())
+
+    def _register(self, call: Callable[[KVConnector], None]) -> None:
+        for child in self.children:
+            with named_faults(child.kv_transfer_config, "cannot register the KV cache"):
+                call(child)
 
     @property
     def scheduler_half(self) -> MultiSchedulerHalf:
