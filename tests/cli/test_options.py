@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from interlock.commands import app
 from interlock.commands.options import EngineOptions, SamplingOptions, with_engine_options, with_sampling_options
 from interlock.core.config import EngineConfig
 from interlock.core.forward_context import CUDAGraphMode
@@ -36,6 +38,27 @@ def parse() -> Callable[..., tuple[EngineOptions, SamplingOptions]]:
     return run
 
 
+LEFT_OUT = {
+    "seed of the engine": "--seed is that of the requests, which then needs no other",
+    "data_parallel_size": "a command is one engine; DataParallelLLM makes several, or a program of one's own for each rank",
+    "data_parallel_rank": "as data_parallel_size",
+    "data_parallel_lockstep": "as data_parallel_size",
+    "data_parallel_master_ip": "as data_parallel_size",
+    "data_parallel_master_port": "as data_parallel_size",
+    "extra_args": "carries the hand-off of a request, which `interlock pd` makes",
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "pd"])
+def test_each_option_of_the_engine_and_of_a_request_has_a_flag_but_for_those_that_make_no_sense_there(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    flags = {parameter.name for parameter in group.commands[command].params}
+    options = {("seed of the engine" if field.name == "seed" else field.name) for field in dataclasses.fields(EngineConfig)}
+    options |= {field.name for field in dataclasses.fields(SamplingParams)}
+    assert options - LEFT_OUT.keys() <= flags
+    assert LEFT_OUT.keys() <= options - flags
+
+
 def test_without_flags_every_option_keeps_its_default(parse: Any) -> None:
     engine, sampling = parse()
     assert engine.config() == EngineConfig(model="smollm2")
@@ -59,6 +82,8 @@ def test_each_engine_flag_sets_the_field_of_its_name(parse: Any) -> None:
         "--kv-transfer-config": json.dumps(transfer),
         "--kv-load-wait": "barrier",
         "--kv-load-timeout": "2.5",
+        "--kv-async-load-timeout": "50",
+        "--max-sync-load-seconds": "inf",
     }
     arguments = [word for pair in flags.items() for word in pair]
     config = parse(*arguments, "--enforce-eager", "--no-enable-prefix-caching")[0].config()
@@ -78,6 +103,8 @@ def test_each_engine_flag_sets_the_field_of_its_name(parse: Any) -> None:
             "kv_transfer_config": transfer,
             "kv_load_wait": "barrier",
             "kv_load_timeout": 2.5,
+            "kv_async_load_timeout": 50.0,
+            "max_sync_load_seconds": math.inf,
             "enforce_eager": True,
             "enable_prefix_caching": False,
         }
@@ -86,10 +113,20 @@ def test_each_engine_flag_sets_the_field_of_its_name(parse: Any) -> None:
 
 
 def test_each_sampling_flag_sets_the_field_of_its_name(parse: Any) -> None:
-    words = "-n 2 --max-tokens 5 --min-tokens 1 --temperature 0.5 --top-p 0.9 --top-k 7 --seed 11 --logprobs 2 --ignore-eos"
+    words = "-n 2 --max-tokens 5 --min-tokens 1 --temperature 0.5 --top-p 0.9 --top-k 7 --seed 11 --logprobs 2 --ignore-eos --no-skip-special-tokens"
     params = parse(*words.split(), "--stop-token-id", "3", "--stop-token-id", "4")[1].params()
     expected = SamplingParams(
-        n=2, max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop_token_ids=[3, 4], ignore_eos=True, logprobs=2
+        n=2,
+        max_tokens=5,
+        min_tokens=1,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        seed=11,
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logprobs=2,
     )
     assert dataclasses.asdict(params) == dataclasses.asdict(expected)
 
@@ -102,6 +139,7 @@ def test_each_sampling_flag_sets_the_field_of_its_name(parse: Any) -> None:
         (["--kv-transfer-config", "[]"], ["object"]),
         (["--dtype", "int3"], ["int3", "bfloat16"]),
         (["--cudagraph-capture-sizes", "1;2"], ["1;2"]),
+        (["--max-sync-load-seconds", "soon"], ["soon", "no number"]),
         (["--threads", "two"], ["--threads", "integer"]),
     ],
 )

@@ -7,17 +7,18 @@ from typing import Annotated
 import typer
 
 from interlock.commands.console import OutputConsole
+from interlock.commands.values import positive
 from interlock.core.errors import ConfigError
 
 BENCHMARKS = ("decode", "prefill", "handoff", "modes", "step-overhead", "startup", "crowded", "overlap", "transfer")
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}, or all.")] = "all",
-    json: Annotated[Path | None, typer.Option("--json", help="Write every run and the machine's description to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figures of 'overlap' to this file (.png or .svg).")] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Counted runs of each side.")] = 5,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of each side.")] = 2,
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(BENCHMARKS)}, or all.")] = "all",
+    json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write every run and the machine's description to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the figures of 'overlap' to this file (.png or .svg).")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", parser=positive, help="Counted runs of each side.")] = 5,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", parser=positive, help="Threads of each side.")] = 2,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Whether to alternate with llama.cpp, where it is installed.")] = True,
 ) -> None:
     """Measure: medians of alternating runs, ours and llama.cpp's in turn, on the embedded model.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @with_engine_options
 @with_sampling_options
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts; without any (and no --file), standard input.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; without any (and no --file), standard input.")] = None,
     file: FilesOption = None,
     chat: ChatOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each prompt, with the fields of RequestOutput.")] = False,

@@ -5,7 +5,6 @@ A command takes `engine: EngineOptions` and `sampling: SamplingOptions`; the dec
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +12,15 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from interlock.core.config import EngineConfig, KVCacheDType, KVLoadWait, WeightDType, parse_cudagraph_mode
-from interlock.core.errors import ConfigError
+from interlock.commands import values
+from interlock.core.config import EngineConfig, KVCacheDType, KVLoadWait, WeightDType
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.sampling_params import SamplingParams
 
 Command = Callable[..., None]
 
-FilesOption = Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt, or a .jsonl file of prompts; may be repeated.")]
+_FILES_HELP = "A file that is a prompt, or a .jsonl file: in each line a text, token ids, or an object as LLM.generate takes it; may be repeated."
+FilesOption = Annotated[list[Path] | None, typer.Option("--file", metavar="PATH", help=_FILES_HELP)]
 ChatOption = Annotated[bool | None, typer.Option("--chat/--raw", help="Whether text goes through the chat template; yes if the model has one.")]
 
 ENGINE_DEFAULTS: Mapping[str, Any] = {"model": "smollm2"}
@@ -82,98 +82,88 @@ def _with_flags(command: Command, name: str, flags: Mapping[str, Any], options: 
     return run
 
 
-def _choice(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise typer.BadParameter(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-        return value
-
-    return parse
-
-
-def _mode(value: str) -> str:
-    try:
-        return parse_cudagraph_mode(value).name
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _sizes(value: str) -> list[int]:
-    try:
-        return [int(size) for size in value.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{value!r} is not a list of token counts, expected for example 1,8,64") from None
-
-
-def _transfer_config(value: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise typer.BadParameter(f'not JSON ({error}), expected for example \'{{"kv_connector": "PeerConnector"}}\'') from None
-    if not isinstance(parsed, dict):
-        raise typer.BadParameter(f"{value!r} is not a JSON object")
-    return parsed
-
-
 def _option(*names: str, help: str, metavar: str | None = None, parser: Callable[[str], Any] | None = None) -> Any:
     return typer.Option(*names, help=help, metavar=metavar, parser=parser, show_default=False)
+
+
+def _integer(*names: str, help: str, metavar: str = "N") -> Any:
+    return _option(*names, help=help, metavar=metavar, parser=values.integer)
+
+
+def _number(*names: str, help: str, metavar: str = "X") -> Any:
+    return _option(*names, help=help, metavar=metavar, parser=values.number)
 
 
 _MODES = ", ".join(mode.name for mode in CUDAGraphMode)
 _KV_DTYPES, _DTYPES, _WAITS = get_args(KVCacheDType), get_args(WeightDType), get_args(KVLoadWait)
 
 _ENGINE_FLAGS: dict[str, Any] = {
-    "model": Annotated[str | None, _option("--model", help="'smollm2' (the embedded model, the default), a GGUF file, or a Hugging Face directory.")],
-    "dtype": Annotated[
-        str | None, _option("--dtype", metavar="|".join(_DTYPES), parser=_choice("dtype", _DTYPES), help="How float weights are held; auto.")
+    "model": Annotated[
+        str | None, _option("--model", metavar="MODEL", help="'smollm2' (the embedded model, the default), a GGUF file, or a Hugging Face directory.")
     ],
-    "max_model_len": Annotated[int | None, _option("--max-model-len", help="Longest sequence, in tokens; the model's own limit.")],
-    "max_num_seqs": Annotated[int | None, _option("--max-num-seqs", help="Most requests in one step; 64, or the token budget if that is less.")],
-    "max_num_batched_tokens": Annotated[int | None, _option("--max-num-batched-tokens", help="Token budget of one step; 512.")],
-    "block_size": Annotated[int | None, _option("--block-size", help="Token positions in one KV block; 16.")],
+    "dtype": Annotated[
+        str | None, _option("--dtype", metavar="|".join(_DTYPES), parser=values.choice("dtype", _DTYPES), help="How float weights are held; auto.")
+    ],
+    "max_model_len": Annotated[int | None, _integer("--max-model-len", help="Longest sequence, in tokens; the model's own limit.")],
+    "max_num_seqs": Annotated[int | None, _integer("--max-num-seqs", help="Most requests in one step; 64, or the token budget if that is less.")],
+    "max_num_batched_tokens": Annotated[int | None, _integer("--max-num-batched-tokens", help="Token budget of one step; 512.")],
+    "block_size": Annotated[int | None, _integer("--block-size", help="Token positions in one KV block; 16.")],
     "kv_cache_dtype": Annotated[
         str | None,
         _option(
             "--kv-cache-dtype",
             metavar="|".join(_KV_DTYPES),
-            parser=_choice("kv_cache_dtype", _KV_DTYPES),
+            parser=values.choice("kv_cache_dtype", _KV_DTYPES),
             help="Element type of the KV cache; bfloat16.",
         ),
     ],
-    "kv_cache_memory_bytes": Annotated[int | None, _option("--kv-cache-memory-bytes", help="Size of the KV pool, in bytes; 512 MiB.")],
+    "kv_cache_memory_bytes": Annotated[int | None, _integer("--kv-cache-memory-bytes", help="Size of the KV pool, in bytes; 512 MiB.")],
     "enable_prefix_caching": Annotated[
         bool | None, _option("--enable-prefix-caching/--no-enable-prefix-caching", help="Whether KV of equal prefixes is shared; on.")
     ],
     "cudagraph_mode": Annotated[
-        str | None, _option("--cudagraph-mode", "--mode", metavar="MODE", parser=_mode, help=f"{_MODES}; FULL_AND_PIECEWISE.")
+        str | None, _option("--cudagraph-mode", "--mode", metavar="MODE", parser=values.mode, help=f"{_MODES}; FULL_AND_PIECEWISE.")
     ],
     "cudagraph_capture_sizes": Annotated[
-        Any, _option("--cudagraph-capture-sizes", metavar="N,N,…", parser=_sizes, help="Batch sizes, in tokens, that graphs are captured for.")
+        Any, _option("--cudagraph-capture-sizes", metavar="N,N,…", parser=values.sizes, help="Batch sizes, in tokens, that graphs are captured for.")
     ],
     "enforce_eager": Annotated[bool | None, _option("--enforce-eager/--no-enforce-eager", help="No graphs at all; off.")],
-    "threads": Annotated[int | None, _option("--threads", help="Size of the native thread team; the CPUs that this process may use.")],
+    "threads": Annotated[int | None, _integer("--threads", help="Size of the native thread team; the CPUs that this process may use.")],
     "kv_transfer_config": Annotated[
-        Any, _option("--kv-transfer-config", metavar="JSON", parser=_transfer_config, help="The KV connector and its role, as vLLM's option.")
+        Any, _option("--kv-transfer-config", metavar="JSON", parser=values.json_object, help="The KV connector and its role, as vLLM's option.")
     ],
     "kv_load_wait": Annotated[
         str | None,
-        _option("--kv-load-wait", metavar="|".join(_WAITS), parser=_choice("kv_load_wait", _WAITS), help="Force one way of waiting for loads; auto."),
+        _option(
+            "--kv-load-wait", metavar="|".join(_WAITS), parser=values.choice("kv_load_wait", _WAITS), help="Force one way of waiting for loads; auto."
+        ),
     ],
-    "kv_load_timeout": Annotated[float | None, _option("--kv-load-timeout", help="Deadline of one KV load, in seconds; 10.")],
+    "kv_load_timeout": Annotated[float | None, _number("--kv-load-timeout", metavar="SECONDS", help="Deadline of one KV load, in seconds; 10.")],
     "kv_async_load_timeout": Annotated[
-        float | None, _option("--kv-async-load-timeout", help="Deadline of one KV load that no step waits for, in seconds; 120.")
+        float | None, _number("--kv-async-load-timeout", metavar="SECONDS", help="Deadline of one KV load that no step waits for, in seconds; 120.")
+    ],
+    "max_sync_load_seconds": Annotated[
+        float | None,
+        _number(
+            "--max-sync-load-seconds",
+            metavar="SECONDS",
+            help="A load predicted to take longer waits outside the steps; 'inf': none does. The connector decides.",
+        ),
     ],
 }
 
 _SAMPLING_FLAGS: dict[str, Any] = {
-    "n": Annotated[int | None, _option("-n", "--n", help="Outputs per prompt; 1.")],
-    "max_tokens": Annotated[int | None, _option("--max-tokens", help="Most tokens per output; 128.")],
-    "min_tokens": Annotated[int | None, _option("--min-tokens", help="Fewest tokens before an end is accepted; 0.")],
-    "temperature": Annotated[float | None, _option("--temperature", help="0 takes the most likely token; 0.")],
-    "top_p": Annotated[float | None, _option("--top-p", help="Draw from the smallest set of tokens with this probability; 1.")],
-    "top_k": Annotated[int | None, _option("--top-k", help="Draw from the K most likely tokens; all.")],
-    "seed": Annotated[int | None, _option("--seed", help="Seed of each request's draws.")],
-    "stop_token_ids": Annotated[list[int] | None, _option("--stop-token-id", help="End at this token; may be given several times.")],
+    "n": Annotated[int | None, _integer("-n", "--n", help="Outputs per prompt; 1.")],
+    "max_tokens": Annotated[int | None, _integer("--max-tokens", help="Most tokens per output; 128.")],
+    "min_tokens": Annotated[int | None, _integer("--min-tokens", help="Fewest tokens before an end is accepted; 0.")],
+    "temperature": Annotated[float | None, _number("--temperature", help="0 takes the most likely token; 0.")],
+    "top_p": Annotated[float | None, _number("--top-p", help="Draw from the smallest set of tokens with this probability; 1.")],
+    "top_k": Annotated[int | None, _integer("--top-k", help="Draw from the K most likely tokens; all.")],
+    "seed": Annotated[int | None, _integer("--seed", help="Seed of each request's draws.")],
+    "stop_token_ids": Annotated[list[int] | None, _integer("--stop-token-id", metavar="ID", help="End at this token; may be given several times.")],
     "ignore_eos": Annotated[bool | None, _option("--ignore-eos/--no-ignore-eos", help="Go on past the model's end token; off.")],
-    "logprobs": Annotated[int | None, _option("--logprobs", help="Log-probabilities of the sampled and the K most likely tokens (in --json).")],
+    "skip_special_tokens": Annotated[
+        bool | None, _option("--skip-special-tokens/--no-skip-special-tokens", help="Whether control tokens are left out of the text; yes.")
+    ],
+    "logprobs": Annotated[int | None, _integer("--logprobs", help="Log-probabilities of the sampled and the K most likely tokens (in --json).")],
 }

@@ -12,6 +12,7 @@ from interlock.commands.options import ChatOption, EngineOptions, FilesOption, S
 from interlock.commands.pd_report import show_json, show_runs
 from interlock.commands.pd_session import PairSession
 from interlock.commands.prompts import DEFAULT_PROMPTS, Prompt, read_prompts
+from interlock.commands.values import number
 from interlock.core.config import KVTransferConfig
 from interlock.core.errors import ConfigError, RequestError
 from interlock.pd.pair import PairRequest
@@ -30,14 +31,14 @@ _STALL_HELP = "Seconds without a sign of life after which a process at work is t
 @with_engine_options
 @with_sampling_options
 def pd(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts; without any, a long and two short ones.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; without any, a long and two short ones.")] = None,
     file: FilesOption = None,
     chat: ChatOption = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Whether to compare with a single process, bit for bit.")] = True,
-    kv_load_failure_policy: Annotated[str | None, typer.Option("--kv-load-failure-policy", help=_POLICY_HELP)] = None,
-    transport: Annotated[list[str] | None, typer.Option("--transport", help=_TRANSPORT_HELP)] = None,
+    kv_load_failure_policy: Annotated[str | None, typer.Option("--kv-load-failure-policy", metavar="POLICY", help=_POLICY_HELP)] = None,
+    transport: Annotated[list[str] | None, typer.Option("--transport", metavar="NAME", help=_TRANSPORT_HELP)] = None,
     compare_barrier: Annotated[bool, typer.Option("--compare-barrier", help=_BARRIER_HELP)] = False,
-    stall_timeout: Annotated[float, typer.Option("--stall-timeout", help=_STALL_HELP)] = STALL_SECONDS,
+    stall_timeout: Annotated[float, typer.Option("--stall-timeout", metavar="SECONDS", parser=number, help=_STALL_HELP)] = STALL_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each request, and nothing else.")] = False,
     *,
     engine: EngineOptions,

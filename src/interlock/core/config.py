@@ -263,7 +263,8 @@ def _check_bool(name: str, value: object) -> None:
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        expected = f"of at least {low}" if high == MAX_INT else f"from {low} to {high}"
+        too_large = isinstance(value, int) and value > high
+        expected = f"of at least {low}" if high == MAX_INT and not too_large else f"from {low} to {high}"
         raise ConfigError(f"{name} is {value!r}, expected an integer {expected}")
 
 
