@@ -22,5 +22,10 @@ def params(prompts):
 
 
 @pytest.fixture(scope="session")
-def alone(model, prompts, params):
+def outputs_alone(model, prompts, params):
     return run_alone(model, prompts, params)
+
+
+@pytest.fixture(scope="session")
+def alone(outputs_alone):
+    return outputs_alone

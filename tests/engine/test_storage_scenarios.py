@@ -1,8 +1,11 @@
 """What goes wrong with files in the field, seen from the engine: a doubt is a miss, a miss is recomputed, and nobody else notices."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,6 @@ BLOCK = 8
 A = [(7 * position) % 240 + 3 for position in range(4 * BLOCK + 3)]
 B = [(11 * position) % 240 + 5 for position in range(2 * BLOCK + 2)]
 NUM_COMPUTED = len(A) + GREEDY.max_tokens - 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_llama(tmp_path_factory.mktemp("storage_scenarios"), dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +34,22 @@ def open_files(model, path, connector="FaultyStorage", async_load_bytes=0, **opt
     return open_engine(model, f"tier_puppets:{connector}", {"path": str(path), "async_load_bytes": async_load_bytes}, **options)
 
 
+def files_of(llm):
+    return llm.core.runner._kv.connector.worker_half._files
+
+
 def fill(llm):
     """Store A; returns the path of its second block's file."""
     request = start(llm, A)
     step_until(llm, lambda: request.finished)
     flush(llm, request.block_hashes[:4])
-    files = llm.core.runner._kv.connector.worker_half._files
-    return str(files.path(request.block_hashes[1]))
+    return str(files_of(llm).path(request.block_hashes[1]))
 
 
 def flush(llm, keys):
     """Wait until these are files, and the engine knows of nothing else."""
     forget_local(llm)
-    files = llm.core.runner._kv.connector.worker_half._files
+    files = files_of(llm)
     step_until(llm, lambda: all(files.contains(key) for key in keys))
 
 
@@ -72,11 +73,16 @@ def run(llm, prompt):
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
-@pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize(
+    ("async_load_bytes", "layer"), [(0, None), (1 << 30, None), (1 << 30, 1)], ids=["asynchronous", "synchronous", "synchronous, second layer"]
+)
 @pytest.mark.parametrize("kind", ["deleted", "truncated", "flipped", "EIO"])
-def test_a_read_that_fails_costs_one_recompute_and_makes_its_key_a_miss(model, alone, tmp_path, kind, async_load_bytes, cudagraph_mode):
+def test_a_read_that_fails_costs_one_recompute_and_makes_its_key_a_miss(model, alone, tmp_path, kind, async_load_bytes, layer, cudagraph_mode):
     with open_files(model, tmp_path, async_load_bytes=async_load_bytes, cudagraph_mode=cudagraph_mode) as llm:
         Faults.path, Faults.kind = fill(llm), kind
+        if layer is not None:
+            files = files_of(llm)
+            Faults.start = files.header_bytes + layer * files.layer_bytes
         computed = llm.metrics()["num_computed_tokens"]
         request = start(llm, A)
         step_until(llm, lambda: request.finished)
@@ -164,22 +170,106 @@ def test_a_lookup_that_hangs_is_a_miss_at_its_deadline_for_everybody(model, alon
         drain(llm)
 
 
-def test_a_save_that_fails_changes_no_answer_and_leaves_nothing(model, alone, tmp_path, monkeypatch):
-    with open_files(model, tmp_path) as llm:
-        files = llm.core.runner._kv.connector.worker_half._files
-
-        def full(fd, data):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(files, "write_bytes", full)
+@pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("kind", ["swapped", "a pipe", "a directory", "a link", "gone with its directory"])
+def test_what_somebody_puts_in_the_place_of_a_file_is_a_miss(model, alone, tmp_path, kind, async_load_bytes):
+    with open_files(model, tmp_path, async_load_bytes=async_load_bytes) as llm:
+        Faults.path, Faults.kind = fill(llm), kind
         assert run(llm, A) == alone[0]
+        assert Faults.path is None
+        assert llm.metrics()["num_failed_loads"] == 1
         forget_local(llm)
-        monkeypatch.undo()
         assert run(llm, A) == alone[0]
+        assert run(llm, B) == alone[1]
         drain(llm)
+
+
+@pytest.mark.parametrize("cudagraph_mode", MODES)
+@pytest.mark.parametrize("in_its_place", [None, Path.mkdir, Path.touch], ids=["nothing", "an empty one", "a file"])
+def test_a_directory_that_is_removed_while_it_is_used_is_a_miss_and_is_made_again_where_that_is_possible(
+    model, alone, tmp_path, in_its_place, cudagraph_mode
+):
+    directory = tmp_path / "tier"
+    with open_files(model, directory, cudagraph_mode=cudagraph_mode) as llm:
+        fill(llm)
+        shutil.rmtree(directory)
+        if in_its_place is not None:
+            in_its_place(directory)
+        computed = llm.metrics()["num_computed_tokens"]
+        assert run(llm, A) == alone[0]
+        assert llm.metrics()["num_computed_tokens"] - computed == NUM_COMPUTED
+        request = start(llm, B)
+        step_until(llm, lambda: request.finished)
+        assert request.output_token_ids == alone[1][0][0]
+        drain(llm)
+        if in_its_place is not Path.touch:
+            flush(llm, request.block_hashes[:2])
+            computed = llm.metrics()["num_computed_tokens"]
+            assert run(llm, B) == alone[1]
+            assert llm.metrics()["num_computed_tokens"] - computed == len(B) + GREEDY.max_tokens - 1 - 2 * BLOCK
+            drain(llm)
+
+
+def full_at_once(files, fd, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_half_way(files, fd, data):
+    os.write(fd, data[: len(data) // 2])
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def read_only(*arguments, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("step", "fails"),
+    [("write_bytes", full_at_once), ("write_bytes", full_half_way), ("publish", read_only), ("write", read_only), ("_make_room", read_only)],
+)
+def test_a_save_that_fails_changes_no_answer_and_leaves_nothing(model, alone, tmp_path, monkeypatch, step, fails):
+    with open_files(model, tmp_path) as llm:
+        files = files_of(llm)
+        with monkeypatch.context() as trouble:
+            trouble.setattr(files, step, partial(fails, files))
+            request = start(llm, A)
+            step_until(llm, lambda: request.finished)
+            assert request.output_token_ids == alone[0][0][0]
+            step_until(llm, lambda: not llm.core._connector.scheduler_half._saves)
+            assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        forget_local(llm)
+        assert run(llm, A) == alone[0]
+        flush(llm, request.block_hashes[:4])
     stored = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(stored) == 4
     assert all(path.suffix == ".kv" for path in stored)
+
+
+@pytest.mark.parametrize("bound", [1 << 30, 6 * 4400], ids=["roomy", "evicting"])
+@pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+def test_two_engines_that_work_in_one_directory_change_no_bit_of_each_others_answers(
+    model, prompts, params, outputs_alone, tmp_path, async_load_bytes, bound
+):
+    extra = {"path": str(tmp_path), "async_load_bytes": async_load_bytes, "max_bytes": bound}
+    with open_engine(model, "StorageConnector", extra) as one, open_engine(model, "StorageConnector", extra) as other:
+        for life in range(3):
+            requests = []
+            for llm, numbers in ((one, range(len(prompts))), (other, reversed(range(len(prompts))))):
+                for number in numbers:
+                    request = llm.core.make_request(f"{life}-{number}", {"prompt_token_ids": prompts[number]}, params[number])
+                    llm.core.add_request(request)
+                    requests.append((number, request))
+            while any(not request.finished for _, request in requests):
+                one.core.step()
+                other.core.step()
+            for number, request in requests:
+                assert request.output_token_ids == outputs_alone[number][0][0]
+            forget_local(one)
+            forget_local(other)
+        assert one.metrics()["num_external_tokens"] > 0 or bound < 1 << 30
+        drain(one)
+        drain(other)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= bound
 
 
 def test_the_directory_keeps_its_bound(model, alone, tmp_path):

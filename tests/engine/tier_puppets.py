@@ -1,15 +1,19 @@
 """Tiers and a remote side under the test's control, and negative controls; the engine makes them by name, so the test's strings are here."""
 
+import os
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shelf_connector import POISON, ShelfConnector
 
 from interlock.core.forward_context import ForwardContext
+from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import VirtualClock
 from interlock.kv_transfer.connectors.block_files import BlockFiles
-from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker
+from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker, _CopyIn
 from interlock.kv_transfer.connectors.offload import OffloadConnector
 from interlock.kv_transfer.connectors.storage import StorageConnector
 from interlock.kv_transfer.connectors.tier_messages import TierLoad, TierSave
@@ -174,21 +178,53 @@ class Faults:
         cls.hanging, cls.go_on = threading.Event(), threading.Event()
 
 
+def _truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+
+
+def _swap(path: Path) -> None:
+    """Another entry, whole and with its own key, is renamed to this place."""
+    other = next(other for other in path.parents[1].rglob("*.kv") if other != path)
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(other.read_bytes())
+    copy.replace(path)
+
+
+def _put_in_place(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "deleted": Path.unlink,
+    "truncated": _truncate,
+    "flipped": _flip,
+    "swapped": _swap,
+    "a pipe": _put_in_place(os.mkfifo),
+    "a directory": _put_in_place(Path.mkdir),
+    "a link": _put_in_place(lambda path: path.symlink_to("/dev/zero")),
+    "gone with its directory": lambda path: shutil.rmtree(path.parents[2]),
+}
+
+
 class FaultyFiles(BlockFiles):
     """Files to which `Faults` happen."""
 
     def read_bytes(self, path: Any, start: int, size: int) -> bytearray:
         if str(path) == Faults.path and start >= Faults.start:
             Faults.path = None
-            if Faults.kind == "deleted":
-                path.unlink()
-            elif Faults.kind == "truncated":
-                with path.open("r+b") as file:
-                    file.truncate(self.file_bytes // 2)
-            elif Faults.kind == "flipped":
-                data = bytearray(path.read_bytes())
-                data[-5] ^= 0x40
-                path.write_bytes(data)
+            if Faults.kind in CHANGES:
+                CHANGES[Faults.kind](path)
             elif Faults.kind == "EIO":
                 raise OSError(5, "Input/output error", str(path))
             elif Faults.kind == "hangs":
@@ -211,3 +247,55 @@ class TrustingFiles(FaultyFiles):
 
 class TrustingStorage(FaultyStorage):
     files_class = TrustingFiles
+
+
+class Overlap:
+    """Whether a step has written its first layer before the second layer of its loads is copied. All loads are submitted before any is made."""
+
+    written: Timelines
+    stamp: int
+    timeout: float
+    submitted: threading.Event
+    seen: bool | None
+
+    @classmethod
+    def watch(cls, written: Timelines, timeout: float) -> None:
+        cls.written, cls.stamp, cls.timeout = written, written.value(0) + 1, timeout
+        cls.submitted, cls.seen = threading.Event(), None
+
+    @classmethod
+    def first_layer(cls) -> None:
+        assert cls.submitted.wait(60)
+
+    @classmethod
+    def second_layer(cls) -> None:
+        if cls.seen is None:
+            cls.seen = cls.written.wait(0, cls.stamp, cls.timeout)
+
+
+class WatchedFiles(BlockFiles):
+    def read_layer(self, key: bytes, layer: int, digest: bytes) -> memoryview:
+        (Overlap.second_layer if layer else Overlap.first_layer)()
+        return super().read_layer(key, layer, digest)
+
+
+class WatchedStorage(StorageConnector):
+    files_class = WatchedFiles
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        Overlap.submitted.set()
+
+
+class WatchedWorker(HostTierWorker):
+    def _copy_in(self, copy: _CopyIn) -> None:
+        (Overlap.second_layer if copy.layer else Overlap.first_layer)()
+        super()._copy_in(copy)
+
+
+class WatchedOffload(OffloadConnector):
+    worker_class = WatchedWorker
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        Overlap.submitted.set()
