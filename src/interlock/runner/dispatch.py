@@ -19,6 +19,7 @@ class Dispatcher:
         self._sizes = tuple(sorted(capture_sizes))
         self._max_num_seqs = max_num_seqs
         self._group = group if group is not None and group.size > 1 else None
+        self._decided: dict[tuple[int, bool], BatchDescriptor] = {}
 
     def descriptors(self) -> list[BatchDescriptor]:
         """Every descriptor that needs a captured program, largest first."""
@@ -47,8 +48,12 @@ class Dispatcher:
         return agreed, DPMetadata(tuple(row[0] for row in gathered), agreed.cg_mode)
 
     def _local(self, num_tokens: int, uniform: bool) -> BatchDescriptor:
-        mode = self._configured.decode_mode() if uniform else self._configured.mixed_mode()
-        return self._padded(num_tokens, uniform, mode)
+        """What this rank would choose by itself; decided once for each kind of batch."""
+        descriptor = self._decided.get((num_tokens, uniform))
+        if descriptor is None:
+            mode = self._configured.decode_mode() if uniform else self._configured.mixed_mode()
+            descriptor = self._decided[num_tokens, uniform] = self._padded(num_tokens, uniform, mode)
+        return descriptor
 
     def _padded(self, num_tokens: int, uniform: bool, mode: CUDAGraphMode) -> BatchDescriptor:
         size = next((size for size in self._sizes if size >= num_tokens), None)
