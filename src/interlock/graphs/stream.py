@@ -1,5 +1,6 @@
 """The stream: kernels are launched on it asynchronously and run in order; it captures programs and replays them."""
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,10 +146,10 @@ class Stream:
 
 def raise_for_status(status: Buffer) -> None:
     """Raise KernelError if a kernel of the step reported an error into its status block (int64 [4]). Call it after the step's event."""
-    words = [int(word) for word in status.numpy()]
-    code, launch, row = words[STATUS_CODE], words[STATUS_LAUNCH], words[STATUS_ROW]
-    if code == ERROR_NONE:
+    if ctypes.c_int64.from_address(status.address + 8 * STATUS_CODE).value == ERROR_NONE:
         return
+    words = status.numpy().tolist()
+    code, launch, row = words[STATUS_CODE], words[STATUS_LAUNCH], words[STATUS_ROW]
     name = native.function_name(words[STATUS_KERNEL]) or "(none)"
     where = f" at row {row}" if row >= 0 else ""
     text = ERROR_TEXT.get(code, f"error code {code}")
