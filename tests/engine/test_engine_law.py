@@ -11,13 +11,14 @@ from interlock import LLM, SamplingParams
 
 OPTIONS = {"threads": 2, "max_model_len": 128, "block_size": 8}
 NUM_TOKENS = 12
+HELD_BACK = list(range(3, 103))  # what half of the requests must not draw
 
 
 def params_of(number):
     temperature = 0.0 if number % 2 == 0 else 0.9
-    return SamplingParams(
-        temperature=temperature, top_k=40, top_p=0.95, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, n=1 + number % 3
-    )
+    held_back = {"min_tokens": NUM_TOKENS, "stop_token_ids": HELD_BACK} if number % 4 > 1 else {}
+    common = {"top_k": 40, "top_p": 0.95, "seed": number, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 3, "n": 1 + number % 3}
+    return SamplingParams(temperature=temperature, **common, **held_back)
 
 
 def bits(output):
@@ -48,7 +49,11 @@ def prompts():
 def alone(model, prompts):
     """Each prompt in an empty engine: eager, nothing cached, all in one chunk."""
     with LLM(model, enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=16 << 20, **OPTIONS) as llm:
-        return [bits(llm.generate([prompt], params_of(number))[0]) for number, prompt in enumerate(prompts)]
+        outputs = [llm.generate([prompt], params_of(number))[0] for number, prompt in enumerate(prompts)]
+    for number, output in enumerate(outputs):
+        drawn = {token_id for sample in output.outputs for token_id in sample.token_ids}
+        assert drawn.isdisjoint(HELD_BACK) == (number % 4 > 1)
+    return [bits(output) for output in outputs]
 
 
 # A block of this model has 2 layers x 2 (keys, values) x 2 heads x 8 positions x 16 x 2 bytes.

@@ -10,9 +10,10 @@ from engine_fakes import VOCAB, FakeRunner, make_kv_cache_config, run_alone
 from interlock import LLM, SamplingParams
 from interlock.core.errors import ConfigError, KernelError, RequestError
 from interlock.core.memory import available_memory
+from interlock.core.sampling_params import MAX_MASKED_TOKENS
 from interlock.core.step import ModelRunnerOutput
 from interlock.engine import llm as llm_module
-from interlock.engine.inputs import draw_seed
+from interlock.engine.inputs import InputProcessor, draw_seed
 
 
 class Letters:
@@ -115,6 +116,20 @@ def test_logprobs_have_the_sampled_token_first_and_each_token_once():
         assert set(table) == {token_id, 1, 2}
 
 
+@pytest.mark.parametrize("way", ["eos", "stop", "stop at once", "length"])
+def test_the_token_that_ends_a_request_by_itself_is_not_in_its_text(way):
+    whole = run_alone([1, 2, 3], 8)
+    end = 1 if way == "stop at once" else next(i for i in range(3, 8) if whole[i] not in whole[:i]) + 1
+    params = {"stop_token_ids": [] if way in ("eos", "length") else [whole[end - 1]], "max_tokens": end if way == "length" else 8}
+    llm = make(LLMRunner(tokenizer=Letters(), eos=(whole[end - 1],) if way == "eos" else ()))
+    deltas = list(llm.stream([[1, 2, 3]], SamplingParams(temperature=0.0, **params)))
+    output = deltas[-1].output.outputs[0]
+    assert output.token_ids == whole[:end] == [token for delta in deltas for token in delta.token_ids]
+    assert output.text == text_of(whole[: end if way == "length" else end - 1]) == "".join(delta.text for delta in deltas)
+    assert output.finish_reason == ("length" if way == "length" else "stop")
+    assert llm.audit().all_free
+
+
 def test_n_samples_share_the_prompt_and_are_told_apart_by_their_index():
     runner = LLMRunner(tokenizer=Letters())
     llm = make(runner)
@@ -179,6 +194,14 @@ def test_bad_parameters_are_refused_by_name():
         llm.generate([[1]], SamplingParams(stop_token_ids=[50]))
     with pytest.raises(RequestError, match="expected SamplingParams"):
         llm.generate([[1]], [{"temperature": 0}])
+    with pytest.raises(RequestError, match="are 50 tokens, expected at most 49 with min_tokens, which is 1; give fewer"):
+        make(LLMRunner(eos=(3, 49))).generate([[1]], SamplingParams(stop_token_ids=list(range(49)), min_tokens=1))
+    params = SamplingParams(stop_token_ids=list(range(MAX_MASKED_TOKENS)), min_tokens=1)
+    InputProcessor(None, 1000, 64, [5]).check_params(params)
+    with pytest.raises(RequestError, match="are 129 tokens, expected at most 128"):
+        InputProcessor(None, 1000, 64, [500]).check_params(params)
+    with pytest.raises(RequestError, match="logprobs is 11, expected at most 10, the model's vocabulary"):
+        InputProcessor(None, 10, 64).check_params(SamplingParams(logprobs=11))
     with pytest.raises(RequestError, match=r"needs up to 15 KV blocks .* the pool has 8"):
         make(LLMRunner(num_blocks=8)).generate([[1]], SamplingParams(max_tokens=60))
 

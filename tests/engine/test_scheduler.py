@@ -124,7 +124,6 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
     [
         ({"max_tokens": 12}, 3, "stop", None),
         ({"max_tokens": 12, "ignore_eos": True}, 12, "length", None),
-        ({"max_tokens": 12, "min_tokens": 4, "ignore_eos": False}, 12, "length", None),
         ({"max_tokens": 2}, 2, "length", None),
         ({"max_tokens": None, "ignore_eos": True}, 36, "length", None),
         ({"max_tokens": 12, "stop": 1}, 2, "stop", 1),
@@ -144,6 +143,18 @@ def test_a_request_ends_for_the_reason_that_its_parameters_name(params, length, 
     assert h.output_of("a") == free[:length]
     assert h.done["a"].finish_reason == reason
     assert h.done["a"].stop_reason == (None if stop_reason is None else free[stop_reason])
+
+
+def test_the_runner_hears_what_min_tokens_holds_back_and_whatever_end_it_draws_is_one():
+    eos, stops = run_alone([3, 1, 4, 1], 3)[2], [7, 3, 7]
+    h = Harness(eos=eos)
+    for name, params in (("a", {"min_tokens": 2}), ("b", {"min_tokens": 1, "ignore_eos": True}), ("c", {})):
+        h.add(name, [3, 1, 4, 1], stop_token_ids=stops, max_tokens=5, **params)
+    held_back = {new.req_id: new.all_stop_token_ids for new in h.step().scheduled_new_reqs}
+    both = tuple(sorted({3, 7, eos}))
+    assert held_back == {"a": both, "b": both, "c": ()}
+    h.drain()
+    assert h.done["a"].finish_reason == "stop"
 
 
 def test_logprobs_come_with_every_token_of_a_request_that_wants_them():

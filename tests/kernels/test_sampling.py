@@ -3,7 +3,7 @@ import pytest
 from step_slot import StepSlot, bits, run
 
 from interlock.core.buffer import Buffer
-from interlock.core.sampling_params import MAX_LOGPROBS
+from interlock.core.sampling_params import MAX_LOGPROBS, MAX_MASKED_TOKENS
 from interlock.kernels import catalog
 
 MARGIN = 2e-5  # relative; float32 weights and their sums are within it of the exact ones
@@ -23,6 +23,9 @@ class Sampled:
         self.logprobs = np.full(count, np.nan, np.float32)
         self.ranks = np.full(count, -5, np.int32)
         self.top_tokens = np.full((count, MAX_LOGPROBS), -5, np.int32)
+        masked = np.full((count, MAX_MASKED_TOKENS), size // 2, np.int32)  # beyond what a row has: ids that must not be masked
+        for i, row in enumerate(rows):
+            masked[i, : len(row.get("masked", ()))] = row.get("masked", ())
         self.top_logprobs = np.full((count, MAX_LOGPROBS), np.nan, np.float32)
         slot = StepSlot(
             NUM_LOGITS=count,
@@ -32,6 +35,8 @@ class Sampled:
             SEED=parameter("seed", 0, np.uint64),
             OUTPUT_INDEX=parameter("index", 0, np.int64),
             NUM_LOGPROBS=parameter("num_logprobs", -1, np.int32),
+            NUM_MASKED=np.array([len(row.get("masked", ())) for row in rows], np.int32),
+            MASKED_TOKENS=masked,
             SAMPLED=self.tokens,
             SAMPLED_LOGPROB=self.logprobs,
             SAMPLED_RANK=self.ranks,
@@ -39,12 +44,13 @@ class Sampled:
             TOP_LOGPROBS=self.top_logprobs,
         )
         stride = catalog.sample_scratch_bytes(size)
-        scratch = Buffer.zeros((stride * num_threads,), "uint8")
+        scratch = Buffer.zeros((stride * num_threads + 64,), "uint8")
         scratch.numpy()[:] = 0xFF
         kernel = catalog.sample()
         before = logits.copy()
         run(kernel, kernel.pack(logits=Buffer.from_numpy(logits), vocab_size=size, scratch=scratch, scratch_stride=stride), slot, num_threads)
         assert (bits(logits) == bits(before)).all()
+        assert (scratch.numpy()[-64:] == 0xFF).all()
         assert self.tokens[count] == -5
         self.error = slot.error
 
@@ -93,7 +99,7 @@ def random_logits(size, seed=0, scale=3):
     return (scale * np.random.default_rng(seed).standard_normal(size)).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 49152])
+@pytest.mark.parametrize("size", [1, 2, 15, 17, 33, 63, 64, 65, 257, 1000, 49152])
 def test_greedy_takes_the_largest_logit(size):
     rows = [{"logits": random_logits(size, seed)} for seed in range(20)]
     assert Sampled(rows).tokens[:-1].tolist() == [int(np.argmax(row["logits"])) for row in rows]
@@ -106,26 +112,78 @@ def test_greedy_ties_go_to_the_lowest_token_id(places):
     assert Sampled([{"logits": logits}]).tokens[0] == min(places)
 
 
-def test_greedy_copes_with_signed_zeros_and_infinities():
-    lowest = np.full(200, -np.inf, np.float32)
-    zeros = lowest.copy()
-    zeros[[90, 33]] = 0.0, -0.0
-    highest = random_logits(200)
-    highest[[150, 151]] = np.inf
-    rows = [{"logits": logits, "temperature": t, "index": 3} for logits in (lowest, zeros, highest) for t in (0, 0.7)]
-    tokens = Sampled(rows).tokens[:-1].tolist()
-    assert [tokens[0], tokens[1], tokens[2], tokens[4], tokens[5]] == [0, 0, 33, 150, 150]
-    assert tokens[3] in (33, 90)
+def test_logits_of_minus_infinity_are_never_drawn_and_signed_zeros_are_equal():
+    logits = np.full(200, -np.inf, np.float32)
+    logits[[90, 33]] = 0.0, -0.0
+    rows = [{"logits": logits, "temperature": t, "index": i, "num_logprobs": 3} for i, t in enumerate((0, 0.7, 0.7, 0.7, 0.7))]
+    sampled = Sampled(rows)
+    assert sampled.tokens[0] == 33
+    assert set(sampled.tokens[:-1].tolist()) <= {33, 90}
+    np.testing.assert_allclose(sampled.logprobs, -np.log(2), atol=1e-6)
+    assert (sampled.top_tokens[:, :3] == [33, 90, 0]).all()
+    assert (sampled.top_logprobs[:, 2] == -np.inf).all()
 
 
 @pytest.mark.parametrize("place", [0, 40, 63, 64, 128, 130])
-def test_a_row_with_nan_has_no_token_and_the_other_rows_are_served(place):
-    bad = random_logits(131)
-    bad[place] = np.nan
-    good = random_logits(131, 1)
-    sampled = Sampled([{"logits": good}, {"logits": bad}, {"logits": good}])
-    best = int(np.argmax(good))
-    assert sampled.tokens[:3].tolist() == [best, -1, best]
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_row_whose_logits_are_not_finite_has_no_token_and_the_other_rows_are_served(place, value, temperature):
+    bad, good = random_logits(131), random_logits(131, 1)
+    bad[place] = value
+    rows = [{"logits": logits, "temperature": temperature, "num_logprobs": 2} for logits in (good, bad, np.full_like(bad, -np.inf), good)]
+    sampled = Sampled(rows)
+    assert sampled.tokens[1:3].tolist() == [-1, -1]
+    assert sampled.tokens[0] == sampled.tokens[3] == Sampled(rows[:1]).tokens[0]
+    assert np.isnan(sampled.logprobs[1:3]).all(), "the test's own NaN: nothing was written"
+
+
+def parameters_of(seed):
+    """Every way of drawing, one after the other."""
+    common = {"seed": seed, "index": seed}
+    return [common | way for way in ({}, {"temperature": 0.9}, {"temperature": 1.3, "top_k": 5}, {"temperature": 1, "top_p": 0.7})][seed % 4]
+
+
+@pytest.mark.parametrize("size", [5, 70, 2000])
+def test_masked_tokens_are_drawn_as_if_their_logits_were_minus_infinity(size):
+    rows, without = [], []
+    for seed in range(24):
+        logits = random_logits(size, seed)
+        masked = order(logits)[: (1, 3, min(size - 1, MAX_MASKED_TOKENS))[seed % 3]].astype(np.int32)
+        removed = logits.copy()
+        removed[masked] = -np.inf
+        rows.append({"logits": logits, "masked": np.random.default_rng(seed).permutation(masked), **parameters_of(seed)})
+        without.append({"logits": removed, **parameters_of(seed)})
+    sampled = Sampled(rows, num_threads=2)
+    assert sampled.tokens[:-1].tolist() == Sampled(without).tokens[:-1].tolist()
+    assert not any(token in row["masked"] for token, row in zip(sampled.tokens, rows, strict=False))
+    assert Sampled([row | {"masked": ()} for row in rows]).tokens[0] == order(rows[0]["logits"])[0], "without a mask the likeliest is drawn"
+
+
+def test_masked_tokens_keep_their_log_probability_and_rank():
+    logits = random_logits(300)
+    likeliest = order(logits)
+    plain = Sampled([{"logits": logits, "num_logprobs": 4}])
+    masked = Sampled([{"logits": logits, "num_logprobs": 4, "masked": likeliest[:2]}])
+    assert masked.tokens[0] == likeliest[2]
+    assert masked.ranks[0] == 3
+    assert masked.logprobs[0] == plain.top_logprobs[0, 2]
+    assert (masked.top_tokens[0, :4] == plain.top_tokens[0, :4]).all()
+    assert (bits(masked.top_logprobs)[0, :4] == bits(plain.top_logprobs)[0, :4]).all()
+
+
+def test_ids_outside_of_the_vocabulary_mask_nothing():
+    logits = random_logits(131)
+    best, second = order(logits)[:2]
+    sampled = Sampled([{"logits": logits, "masked": [131, -1, 2**31 - 1]}, {"logits": logits, "masked": [131, best]}, {"logits": logits}])
+    assert sampled.tokens[:3].tolist() == [best, second, best]
+
+
+def test_a_row_with_nothing_left_to_draw_has_no_token():
+    logits = np.full(70, -np.inf, np.float32)
+    logits[[3, 66]] = 1.0
+    sampled = Sampled([{"logits": logits, "masked": [3, 66], "num_logprobs": 1}, {"logits": logits, "masked": [3], "num_logprobs": 1}])
+    assert sampled.tokens[:2].tolist() == [-1, 66]
+    assert np.isnan(sampled.logprobs[0])
 
 
 def test_the_random_numbers_are_those_of_the_published_test_vector():
@@ -135,7 +193,7 @@ def test_the_random_numbers_are_those_of_the_published_test_vector():
     assert philox(0, 0) == (0x6627E8D5E169C58D >> 11) / 2**53
 
 
-@pytest.mark.parametrize("size", [5, 100, 2000, 49152])
+@pytest.mark.parametrize("size", [5, 33, 100, 2001, 49152])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1, 0, 1), (0.5, 0, 1), (1, 1, 1), (1, 40, 1), (1.5, 700, 1), (1, 0, 0.9), (2, 0, 0.999), (0.8, 50, 0.5), (1, 20000, 0.3), (1, 0, 1e-6)],
@@ -183,7 +241,7 @@ def test_seed_and_index_choose_the_random_number():
     assert len(set(tokens(3, [*range(10), 2**32, 2**33]))) == 12
 
 
-@pytest.mark.parametrize("size", [3, 70, 49152])
+@pytest.mark.parametrize("size", [3, 17, 70, 257, 49152])
 @pytest.mark.parametrize("temperature", [0, 1.3])
 def test_logprobs_and_ranks_are_those_of_the_untempered_distribution(size, temperature):
     rows = [

@@ -8,6 +8,7 @@ from typing import Any
 from interlock.core.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_MASKED_TOKENS = 128  # end and stop tokens that a request with min_tokens may have
 MAX_SEED = 2**64 - 1
 
 
@@ -18,6 +19,8 @@ class SamplingParams:
     temperature 0 is greedy; top_k 0 or -1 means all tokens; top_p in (0, 1]; `seed` None draws one when the request arrives;
     `logprobs` n returns the sampled token's log-probability and those of the n most likely tokens, of the untempered distribution;
     `max_tokens` None means up to `max_model_len`; `stop_token_ids` None means none. Integers and floats may be NumPy's.
+    Before `min_tokens` tokens are there, no stop token and (also with `ignore_eos`) no end-of-sequence token is drawn: as if its logit were
+    -inf. Log-probabilities and ranks are those of the logits as the model gave them.
     `extra_args["kv_transfer_params"]` carries the hand-off, with the keys of vLLM's NIXL connector.
     """
 

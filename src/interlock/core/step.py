@@ -14,6 +14,7 @@ class NewRequestData:
 
     token_ids: all known tokens (prompt and output so far); num_prompt_tokens of them are the prompt. seed: fixed when it arrived.
     sample_index: which of the prompt's n samples it is; part of the key of its randomness (seed, sample index, output index).
+    all_stop_token_ids: what is not drawn before `min_tokens` tokens are there, at most MAX_MASKED_TOKENS ids, each once; none without min_tokens.
     """
 
     req_id: str
@@ -24,6 +25,7 @@ class NewRequestData:
     block_ids: list[int]
     num_computed_tokens: int
     sample_index: int = 0
+    all_stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class KVConnectorOutput:
 class ModelRunnerOutput:
     """The answer to one SchedulerOutput. A request appears in `sampled_token_ids` only if its last known token was computed.
 
-    `failed_requests`: requests whose own result cannot be used (their logits hold NaN), with the cause; the others of the step are good.
+    `failed_requests`: requests whose own result cannot be used (nothing could be drawn from their logits), with the cause; the others of the
+    step are good.
     """
 
     step: int

@@ -71,7 +71,7 @@ class EngineCore:
             self.runner: Runner = runner
             self._connector = connector
             self.tokenizer, self.max_model_len, model_config = runner.tokenizer, runner.max_model_len, runner.model_config
-            self.inputs = InputProcessor(self.tokenizer, model_config.vocab_size, self.max_model_len)
+            self.inputs = InputProcessor(self.tokenizer, model_config.vocab_size, self.max_model_len, model_config.eos_token_ids)
             self.detokenizer = Detokenizer(self.tokenizer)
             self.scheduler = Scheduler(
                 config, runner.kv_cache_config, self.max_model_len, eos_token_ids=model_config.eos_token_ids, connector=connector
@@ -177,7 +177,7 @@ class EngineCore:
     def _delta(self, request: Request) -> RequestDelta:
         fresh = request.take_new_tokens()
         stream = self._streams[request.request_id]
-        text = stream.feed(fresh)
+        text = stream.feed(fresh[:-1] if request.finish_reason == "stop" else fresh)  # the token that ends it has no text, as in vLLM
         logprobs = request.logprobs[-len(fresh) :] if fresh and request.logprobs else []
         if not request.finished:
             return RequestDelta(request.request_id, text, fresh, logprobs)

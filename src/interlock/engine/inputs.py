@@ -2,14 +2,14 @@
 
 import hashlib
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from interlock.core.errors import RequestError
-from interlock.core.sampling_params import SamplingParams
+from interlock.core.sampling_params import MAX_MASKED_TOKENS, SamplingParams
 from interlock.kv_transfer.transfer_params import read_transfer_params
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -35,12 +35,14 @@ class TokenizedPrompt:
 
 
 class InputProcessor:
-    """Checks prompts against one model: its tokenizer (None if it has none), the rows of its embedding table, its longest sequence."""
+    """Checks prompts against one model: its tokenizer (None if it has none), the rows of its embedding table, its longest sequence, its
+    end tokens."""
 
-    def __init__(self, tokenizer: Encoder | None, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Encoder | None, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
 
     def process(self, prompt: Prompt) -> TokenizedPrompt:
         """Read a prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids` and perhaps `cache_salt`. Raises RequestError."""
@@ -58,6 +60,20 @@ class InputProcessor:
         for token_id in params.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise RequestError(f"stop_token_ids has {token_id}, expected token ids below {self._vocab_size}, the model's vocabulary")
+        if params.logprobs is not None and params.logprobs > self._vocab_size:
+            raise RequestError(f"logprobs is {params.logprobs}, expected at most {self._vocab_size}, the model's vocabulary")
+        if params.min_tokens:
+            self._check_all_stop_tokens(params)
+
+    def _check_all_stop_tokens(self, params: SamplingParams) -> None:
+        """What is not drawn before min_tokens tokens are there must leave something to draw, and have room in a step slot."""
+        count = len(self._eos_token_ids.union(params.stop_token_ids))
+        most = min(MAX_MASKED_TOKENS, self._vocab_size - 1)
+        if count > most:
+            raise RequestError(
+                f"stop_token_ids and the model's end tokens are {count} tokens, expected at most {most} with min_tokens, which is "
+                f"{params.min_tokens}; give fewer stop_token_ids, or min_tokens=0"
+            )
 
     def _read_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
         check_prompt_object(prompt)

@@ -22,7 +22,8 @@ class CompletionOutput:
     """One sample of a prompt. `logprobs`: per output token, token id → `Logprob`; the sampled token first, then the most likely ones.
 
     `cumulative_logprob` is the sum over the sampled tokens. Both are None unless asked for. `finish_reason`: 'stop', 'length', 'abort'
-    or 'error'; `stop_reason`: the stop token that ended it, None for the end-of-sequence token.
+    or 'error'; `stop_reason`: the stop token that ended it, None for the end-of-sequence token. The token that ended it is in `token_ids`,
+    and not in `text`.
     """
 
     index: int

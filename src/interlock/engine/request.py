@@ -81,12 +81,14 @@ class Request:
 
     `token_ids` holds both; `num_computed_tokens` of them have KV in `block_ids` (position p in block p // block_size).
     `block_keys` are the prefix-cache keys of its full blocks, computed so far, behind `block_root`. `in_flight_step` is the step that
-    computes it now. `token_limit` is the length at which it ends. `asked_time` is when its connector was first asked and did not know.
+    computes it now. `token_limit` is the length at which it ends. `all_stop_token_ids` are not drawn before `min_tokens` tokens are there.
+    `asked_time` is when its connector was first asked and did not know.
     Only the scheduler changes a request.
     Raises RequestError for `kv_transfer_params` (among the `extra_args`) that cannot be used.
     """
 
     __slots__ = (
+        "all_stop_token_ids",
         "arrival_index",
         "asked_time",
         "block_ids",
@@ -155,6 +157,7 @@ class Request:
         self.logprobs: list[Logprobs] = []
         self.token_limit = 0
         self.stop_token_ids: frozenset[int] = frozenset()
+        self.all_stop_token_ids: tuple[int, ...] = ()
         self.stop_reason: int | None = None
         self.error: str | None = None
         self.in_flight_step: int | None = None

@@ -73,6 +73,8 @@ class Scheduler:
             self._connector.on_new_request(request)
         request.token_limit = self._token_limit(request)
         request.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
+        if request.sampling_params.min_tokens:  # also of a request that does not end at EOS, as in vLLM
+            request.all_stop_token_ids = tuple(sorted(self._eos_token_ids | request.stop_token_ids))
         self.blocks.adopt(request)
         self._queues.add(request)
 
@@ -201,13 +203,11 @@ class Scheduler:
 
     def _end_status(self, request: Request, token_id: int) -> RequestStatus | None:
         """How the request ends with its newest token; None if it goes on."""
-        params = request.sampling_params
-        if request.num_output_tokens >= params.min_tokens:
-            if token_id in self._eos_token_ids and not params.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED
-            if token_id in request.stop_token_ids:
-                request.stop_reason = token_id
-                return RequestStatus.FINISHED_STOPPED
+        if token_id in self._eos_token_ids and not request.sampling_params.ignore_eos:
+            return RequestStatus.FINISHED_STOPPED
+        if token_id in request.stop_token_ids:
+            request.stop_reason = token_id
+            return RequestStatus.FINISHED_STOPPED
         return RequestStatus.FINISHED_LENGTH if request.num_tokens >= request.token_limit else None
 
     def _token_limit(self, request: Request) -> int:

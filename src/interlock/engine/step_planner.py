@@ -247,6 +247,7 @@ class StepPlanner:
                 block_ids=list(request.block_ids),
                 num_computed_tokens=start,
                 sample_index=request.sample_index,
+                all_stop_token_ids=request.all_stop_token_ids,
             )
         )
         plan.add(request, count)

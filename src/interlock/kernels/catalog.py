@@ -8,6 +8,7 @@ index of the slot header word with the live row count (NUM_TOKENS or NUM_LOGITS)
 import functools
 
 from interlock.core.buffer import ALIGNMENT, DType
+from interlock.core.sampling_params import MAX_MASKED_TOKENS
 from interlock.kernels.cpu import attention_layout
 from interlock.kernels.formats import INPUT_BLOCK_BYTES, MAX_TILE_ROWS, TOTALS_BYTES, WeightFormat
 from interlock.kernels.native import Kernel, kernel
@@ -119,13 +120,16 @@ def attention_partials_bytes(max_num_seqs: int, num_heads: int, head_dim: int, m
 
 @functools.cache
 def sample() -> Kernel:
-    """Draw one token per logits row by the slot's sampling arrays; writes SAMPLED, its log-probability and rank, and the top tokens."""
+    """Draw one token per logits row by the slot's sampling arrays; writes SAMPLED, its log-probability and rank, and the top tokens.
+
+    A row's logits change while its masked tokens are kept from being drawn, and are put back.
+    """
     return kernel("sample", "interlock.kernels.cpu.sampling:sample", ("logits", "vocab_size", "scratch", "scratch_stride"))
 
 
 def sample_scratch_bytes(vocab_size: int) -> int:
-    """`scratch_stride` of sample: weights, candidates twice, a histogram."""
-    return _aligned(4 * (vocab_size + 16) + 16 * vocab_size + 8 * 256)
+    """`scratch_stride` of sample: logits of masked tokens, weights, candidates twice, a histogram."""
+    return _aligned(4 * MAX_MASKED_TOKENS + 4 * (vocab_size + 16) + 16 * vocab_size + 8 * 256)
 
 
 def _aligned(nbytes: int) -> int:

@@ -32,9 +32,11 @@ TOP_P: Final = 16  # float32 [NUM_LOGITS]
 SEED: Final = 17  # uint64 [NUM_LOGITS]
 OUTPUT_INDEX: Final = 18  # int64 [NUM_LOGITS]: index of the token to draw, per request (high 32 bits: sample index)
 NUM_LOGPROBS: Final = 19  # int32 [NUM_LOGITS]; -1 is none
+NUM_MASKED: Final = 27  # int32 [NUM_LOGITS]: how many tokens must not be drawn
+MASKED_TOKENS: Final = 28  # int32 [NUM_LOGITS, MAX_MASKED_TOKENS]: their ids, each once; an id outside of the vocabulary is passed over
 
 # Results.
-SAMPLED: Final = 20  # int32 [NUM_LOGITS]; -1 where the row's logits hold NaN
+SAMPLED: Final = 20  # int32 [NUM_LOGITS]; -1 where the logits hold NaN, or their largest that may be drawn is not finite
 SAMPLED_LOGPROB: Final = 21  # float32 [NUM_LOGITS]
 SAMPLED_RANK: Final = 22  # int32 [NUM_LOGITS]: 1 is the most likely token
 TOP_TOKENS: Final = 23  # int32 [NUM_LOGITS, MAX_LOGPROBS]

@@ -23,6 +23,7 @@ class RequestState:
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_computed_tokens = data.num_computed_tokens
         self.sampling_params: SamplingParams = data.sampling_params
+        self.all_stop_token_ids = data.all_stop_token_ids
         self.seed = data.seed
         self.sample_key = data.sample_index << 32
         self.blocks: npt.NDArray[np.int32] = np.empty(max_blocks, np.int32)
@@ -168,5 +169,9 @@ class InputBatch:
         slot.top_k[row] = max(params.top_k, 0)
         slot.top_p[row] = params.top_p
         slot.seed[row] = state.seed
-        slot.output_index[row] = state.sample_key + state.num_tokens - state.num_prompt_tokens
+        num_output_tokens = state.num_tokens - state.num_prompt_tokens
+        slot.output_index[row] = state.sample_key + num_output_tokens
         slot.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        slot.num_masked[row] = num_masked = len(state.all_stop_token_ids) if num_output_tokens < params.min_tokens else 0
+        if num_masked:
+            slot.masked_tokens[row, :num_masked] = state.all_stop_token_ids

@@ -25,13 +25,13 @@ class Sampler:
 
 
 def sampled_tokens(batch: PreparedBatch) -> tuple[dict[str, int], dict[str, str]]:
-    """The drawn token of each sampling request, once the step has retired; and the requests whose logits hold NaN, with that cause."""
+    """The drawn token of each sampling request, once the step has retired; and the requests that none could be drawn for, with the cause."""
     tokens, failed = {}, {}
     for req_id, token in zip(batch.sampling_req_ids, batch.slot.sampled[: len(batch.sampling_req_ids)].tolist(), strict=True):
         if token >= 0:
             tokens[req_id] = token
         else:
-            failed[req_id] = "the logits hold NaN"
+            failed[req_id] = "the logits are not finite"
     return tokens, failed
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from interlock.core.buffer import Buffer, DType
-from interlock.core.sampling_params import MAX_LOGPROBS
+from interlock.core.sampling_params import MAX_LOGPROBS, MAX_MASKED_TOKENS
 from interlock.kernels import slot as words
 
 _ARRAYS: dict[int, tuple[str, DType]] = {
@@ -25,6 +25,8 @@ _ARRAYS: dict[int, tuple[str, DType]] = {
     words.SEED: ("seed", "int64"),
     words.OUTPUT_INDEX: ("output_index", "int64"),
     words.NUM_LOGPROBS: ("num_logprobs", "int32"),
+    words.NUM_MASKED: ("num_masked", "int32"),
+    words.MASKED_TOKENS: ("masked_tokens", "int32"),
     words.SAMPLED: ("sampled", "int32"),
     words.SAMPLED_LOGPROB: ("sampled_logprob", "float32"),
     words.SAMPLED_RANK: ("sampled_rank", "int32"),
@@ -45,6 +47,7 @@ class StepSlot:
             words.QUERY_START_LOC: (max_num_reqs + 1,),
             words.BLOCK_TABLE: (max_num_reqs, max_blocks_per_req),
             words.GATE_TARGETS: (num_layers,),
+            words.MASKED_TOKENS: (max_num_reqs, MAX_MASKED_TOKENS),
             words.TOP_TOKENS: (max_num_reqs, MAX_LOGPROBS),
             words.TOP_LOGPROBS: (max_num_reqs, MAX_LOGPROBS),
         }
@@ -73,6 +76,8 @@ class StepSlot:
         self.seed: npt.NDArray[np.uint64] = views["seed"].view(np.uint64)
         self.output_index: npt.NDArray[np.int64] = views["output_index"]
         self.num_logprobs: npt.NDArray[np.int32] = views["num_logprobs"]
+        self.num_masked: npt.NDArray[np.int32] = views["num_masked"]
+        self.masked_tokens: npt.NDArray[np.int32] = views["masked_tokens"]
         self.sampled: npt.NDArray[np.int32] = views["sampled"]
         self.sampled_logprob: npt.NDArray[np.float32] = views["sampled_logprob"]
         self.sampled_rank: npt.NDArray[np.int32] = views["sampled_rank"]

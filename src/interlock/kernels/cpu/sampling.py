@@ -3,6 +3,7 @@
 Everything is a function of one row's logits and parameters, in one fixed order. Tokens are ordered by logit, descending, then by id; every
 cut and every tie follows that order. top-p is taken of the distribution that top-k left, as in vLLM. Weights are exp(logit / temperature -
 largest), float32; they are summed in float64: one after the other over ordered candidates, or, over the whole vocabulary, by chunks of 256 tokens.
+Masked tokens have the logit -inf in all of this; log-probabilities and ranks are those of the logits as they came, as in vLLM.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Final
 import numpy as np
 from numba import njit
 
-from interlock.core.sampling_params import MAX_LOGPROBS
+from interlock.core.sampling_params import MAX_LOGPROBS, MAX_MASKED_TOKENS
 from interlock.kernels.cpu.ordering import argmax, collect, collect_highest, rank, sort, token_of
 from interlock.kernels.cpu.simd import (
     first_lane,
@@ -30,8 +31,10 @@ from interlock.kernels.cpu.simd import (
 )
 from interlock.kernels.cpu.vector_math import vexp
 from interlock.kernels.slot import (
+    MASKED_TOKENS,
     NUM_LOGITS,
     NUM_LOGPROBS,
+    NUM_MASKED,
     OUTPUT_INDEX,
     SAMPLED,
     SAMPLED_LOGPROB,
@@ -62,18 +65,53 @@ def sample() -> Callable[..., None]:
         rows = load_i64(slot + 8 * NUM_LOGITS)
         for row in range(rows * thread_id // num_threads, rows * (thread_id + 1) // num_threads):
             logits = load_i64(args) + 4 * row * size
-            best = argmax(logits, size)
-            if best < 0:  # a row's NaN is its own affair: the other rows of the step are good
-                store_i32(load_i64(slot + 8 * SAMPLED) + 4 * row, np.int32(-1))
-                continue
+            best = _first_finite(logits, size)
             token = best
-            if load_f32(load_i64(slot + 8 * TEMPERATURE) + 4 * row) > _ZERO:
-                token = _draw(slot, row, logits, size, best, scratch)
+            if best >= 0:  # a row's NaN or infinity is its own affair: the other rows of the step are good
+                num_masked = np.int64(load_i32(load_i64(slot + 8 * NUM_MASKED) + 4 * row))
+                if num_masked > 0:
+                    token = _choose_unmasked(slot, row, logits, size, num_masked, scratch)
+                else:
+                    token = _choose(slot, row, logits, size, best, scratch)
             store_i32(load_i64(slot + 8 * SAMPLED) + 4 * row, np.int32(token))
-            if load_i32(load_i64(slot + 8 * NUM_LOGPROBS) + 4 * row) >= 0:
+            if token >= 0 and load_i32(load_i64(slot + 8 * NUM_LOGPROBS) + 4 * row) >= 0:
                 _report_logprobs(slot, row, logits, size, best, token, scratch)
 
     return kernel
+
+
+@njit(error_model="numpy")
+def _first_finite(logits, size):
+    """The first token of a row; -1 if a logit is NaN, or the largest is not finite."""
+    best = argmax(logits, size)
+    return best if best >= 0 and abs(load_f32(logits + 4 * best)) < _INFINITY else np.int64(-1)
+
+
+@njit(error_model="numpy")
+def _choose_unmasked(slot, row, logits, size, num_masked, scratch):
+    """`_choose` with the row's masked tokens out of the way; -1 if nothing that is left can be drawn."""
+    masked = load_i64(slot + 8 * MASKED_TOKENS) + 4 * row * MAX_MASKED_TOKENS
+    kept = scratch
+    for i in range(num_masked):
+        token = np.int64(load_i32(masked + 4 * i))
+        if 0 <= token < size:
+            store_f32(kept + 4 * i, load_f32(logits + 4 * token))
+            store_f32(logits + 4 * token, -_INFINITY)
+    best = _first_finite(logits, size)
+    chosen = best if best < 0 else _choose(slot, row, logits, size, best, scratch + 4 * MAX_MASKED_TOKENS)
+    for i in range(num_masked):
+        token = np.int64(load_i32(masked + 4 * i))
+        if 0 <= token < size:
+            store_f32(logits + 4 * token, load_f32(kept + 4 * i))
+    return chosen
+
+
+@njit(error_model="numpy")
+def _choose(slot, row, logits, size, best, scratch):
+    """The most likely token, `best`, or a draw, as the row's temperature says."""
+    if load_f32(load_i64(slot + 8 * TEMPERATURE) + 4 * row) > _ZERO:
+        return _draw(slot, row, logits, size, best, scratch)
+    return best
 
 
 @njit(error_model="numpy")
