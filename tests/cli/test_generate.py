@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 from cli_support import TIMEOUT, Command
 from typer.testing import CliRunner
 
+from checkpoints import make_tiny_llama, random_weights, write_safetensors
 from interlock import LLM, SamplingParams
 from interlock.commands import app
+from interlock.commands.console import json_line
 
 STAGES = ("engine: ", "prefill: ", "decode: ")
 
@@ -49,6 +52,30 @@ def test_json_has_the_fields_of_a_request_output_and_the_tokens_of_the_engine(ge
     assert len(output["logprobs"]) == 5
     assert output["index"] == 0
     assert result["metrics"]["num_cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_logits_that_are_not_finite_are_an_error_of_the_request_and_json_stays_json(tmp_path: Path, engine_flags: list[str], value: float) -> None:
+    directory = make_tiny_llama(tmp_path, vocab_size=288, tokenizer_size=259, eos_token_id=None)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    weights = dict(random_weights(seed=0, vocab_size=288, tie=True, **sizes))
+    weights["model.norm.weight"] = weights["model.norm.weight"].copy()
+    weights["model.norm.weight"][0] = value
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    result = CliRunner().invoke(app, ["generate", "--raw", "--json", "--logprobs", "2", "hello", *engine_flags, "--model", directory])
+    output = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert result.exit_code == 1
+    assert output["error"] == "the logits are not finite"
+    assert (output["outputs"][0]["finish_reason"], output["outputs"][0]["token_ids"]) == ("error", [])
+    assert "error: request 0: the logits are not finite" in result.stderr
+
+
+def test_json_shows_a_log_probability_of_minus_infinity_as_a_number_and_lets_nothing_else_pass() -> None:
+    value = {"logprobs": [{7: (-0.5, -math.inf)}], "text": "-Infinity", "count": 3, "none": None}
+    assert json.loads(json_line(value)) == {"logprobs": [{"7": [-0.5, -9999.0]}], "text": "-Infinity", "count": 3, "none": None}
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="JSON"):
+            json_line([bad])
 
 
 def test_the_chat_template_is_used_unless_raw_is_asked_for(generate: Any) -> None:

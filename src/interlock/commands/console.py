@@ -1,6 +1,8 @@
 """Where the commands write: results on standard output, everything else on standard error."""
 
 import errno
+import json
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, int], None]
+
+
+def json_line(value: Any) -> str:
+    """`value` as one line of JSON, without a line break. JSON has no infinity: the log-probability of what cannot be is -9999.0, as in vLLM's
+    server. Raises ValueError for any other number that is not finite."""
+    return json.dumps(_without_infinity(value), allow_nan=False)
+
+
+def _without_infinity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_infinity(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinity(item) for item in value]
+    return -9999.0 if isinstance(value, float) and value == -math.inf else value
 
 
 class OutputConsole(Console):

@@ -1,14 +1,13 @@
 """`interlock generate`: prompts in, text (or one JSON object a line) out."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interlock.commands.console import StartDisplay
+from interlock.commands.console import StartDisplay, json_line
 from interlock.commands.options import ChatOption, EngineOptions, FilesOption, SamplingOptions, with_engine_options, with_sampling_options
 from interlock.commands.prompts import Prompt, read_prompts, read_standard_input
 from interlock.core.errors import RequestError
@@ -97,7 +96,7 @@ def _write_json(deltas: Iterable["StreamDelta"]) -> list["RequestOutput"]:
         if delta.output is not None:
             outputs[delta.prompt_index] = delta.output
         while turn in outputs:
-            _write(json.dumps(dataclasses.asdict(outputs[turn])) + "\n")
+            _write(json_line(dataclasses.asdict(outputs[turn])) + "\n")
             turn += 1
     return list(outputs.values())
 

@@ -1,13 +1,12 @@
 """What `interlock pd` shows at its end: a table of the hand-offs, what gates save against a barrier, or JSON."""
 
-import json
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
-from interlock.commands.console import OutputConsole
+from interlock.commands.console import OutputConsole, json_line
 from interlock.pd.messages import Finished
 from interlock.pd.pair import HandOff, WaitComparison
 
@@ -40,7 +39,7 @@ def show_json(runs: list[TransportRun]) -> None:
     """Print one JSON object a line for each request."""
     for run in runs:
         for result in run.results:
-            print(json.dumps(_result_as_json(result, run.transport)), flush=True)
+            print(json_line(_result_as_json(result, run.transport)), flush=True)
 
 
 def _waits_table(runs: list[TransportRun]) -> Table:
