@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ def main() -> None:
     goes away and no full disk shows a traceback."""
     if _open_missing_streams():
         sys.exit(_fail("standard output is closed, expected somewhere to write results; redirect it to /dev/null to discard them", EXIT_USER_ERROR))
+    _spell_out_the_unwritable()
     try:
         status = _run(sys.argv[1:])
         sys.stdout.flush()
@@ -80,6 +82,13 @@ def _open_missing_streams() -> bool:
         if number > 0:
             setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, "w", closefd=False))
     return 1 in missing
+
+
+def _spell_out_the_unwritable() -> None:
+    """Characters that the encoding of a stream does not have are written as Python spells them, on standard output too."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard_unwritten() -> None:

@@ -173,6 +173,18 @@ def test_a_full_disk_is_one_line_and_exit_status_1(engine_flags: list[str], comm
     assert [line for line in err.splitlines() if not line.startswith(STAGES)] == ["error: the output cannot be written: No space left on device"]
 
 
+@pytest.mark.parametrize("command", [["generate", "--raw"], ["pd", "--no-verify"]], ids=lambda command: command[0])
+def test_characters_that_the_terminal_does_not_have_are_spelled_out(engine_flags: list[str], command: list[str]) -> None:
+    outputs = []
+    for encoding in ("utf-8", "ascii"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        status, out, err = Command([*command, "\u65e5", "--max-tokens", "4", *engine_flags], env=environment, encoding="utf-8").finish()
+        assert status == 0, err
+        outputs.append(out.partition("\n\n")[0])
+    assert not outputs[0].isascii()
+    assert outputs[1] == outputs[0].encode("ascii", "backslashreplace").decode()
+
+
 def run_in_shell(line: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """`line`, in which "$@" is the command."""
     command = [sys.executable, "-P", "-m", "interlock", *arguments]
