@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -300,6 +301,52 @@ def test_another_process_with_another_hash_seed_finds_the_blocks(model, alone, t
     with open_engine(model, "StorageConnector", {"path": str(tmp_path)}) as llm:
         assert run(llm, A) == alone[0]
         assert llm.metrics()["num_external_tokens"] == 4 * BLOCK
+        drain(llm)
+
+
+KILLED_PROCESS = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1]]
+from tier_engine import GREEDY, open_engine
+from interlock.kv_transfer.connectors.block_files import BlockFiles
+write, written = BlockFiles.write_bytes, []
+def write_or_die(fd, data):
+    written.append(data)
+    if len(written) == 6:  # headers and payloads in turn: the third block
+        write(fd, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(fd, data)
+BlockFiles.write_bytes = staticmethod(write_or_die)
+with open_engine(sys.argv[2], "StorageConnector", {"path": sys.argv[3]}) as llm:
+    llm.generate([eval(sys.argv[4])], GREEDY)
+"""
+
+
+@pytest.fixture(scope="module")
+def half_written(model, tmp_path_factory):
+    """The directory of an engine that was killed in the middle of its third file."""
+    directory = tmp_path_factory.mktemp("killed")
+    arguments = [str(Path(__file__).parent), model, str(directory), repr(A)]
+    process = subprocess.run([sys.executable, "-c", KILLED_PROCESS, *arguments], check=False, timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(path.suffix for path in directory.rglob("*") if path.is_file()) == [".kv", ".kv", ".tmp"]
+    return directory
+
+
+@pytest.mark.parametrize("cudagraph_mode", MODES)
+@pytest.mark.parametrize("async_load_bytes", [0, 1 << 30], ids=["asynchronous", "synchronous"])
+def test_of_an_engine_that_was_killed_in_mid_write_the_whole_blocks_are_found_and_no_other(
+    model, alone, half_written, tmp_path, async_load_bytes, cudagraph_mode
+):
+    directory = shutil.copytree(half_written, tmp_path / "tier")
+    with open_files(model, directory, async_load_bytes=async_load_bytes, cudagraph_mode=cudagraph_mode) as llm:
+        assert list(directory.rglob("*.tmp")) == [], "its rest is cleaned up at the start"
+        request = start(llm, A)
+        step_until(llm, lambda: request.finished)
+        assert request.output_token_ids == alone[0][0][0]
+        assert request.metrics.num_external_tokens == 2 * BLOCK
+        assert llm.metrics()["num_failed_loads"] == 0
+        flush(llm, request.block_hashes[:4])
         drain(llm)
 
 

@@ -38,6 +38,13 @@ def bits(output: Any) -> Any:
     ]
 
 
+def request_bits(request: Any) -> Any:
+    """As `bits`, of a request of one sample that was stepped by hand."""
+    positions = [dict(zip(position.token_ids, position.logprobs, strict=True)) for position in request.logprobs]
+    logprobs = [[(token, struct.pack("<d", value)) for token, value in entries.items()] for entries in positions]
+    return [(list(request.output_token_ids), logprobs)]
+
+
 def run_alone(model: str, prompts: list[Any], params: list[SamplingParams]) -> list[Any]:
     """Each prompt in an empty engine: eager, without tiers and cache, all in one chunk."""
     options = {**OPTIONS, "max_num_batched_tokens": 256}

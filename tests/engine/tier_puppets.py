@@ -1,5 +1,6 @@
 """Tiers and a remote side under the test's control, and negative controls; the engine makes them by name, so the test's strings are here."""
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -12,6 +13,7 @@ from shelf_connector import POISON, ShelfConnector
 from interlock.core.forward_context import ForwardContext
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import VirtualClock
+from interlock.kv_transfer.connector import KVConnectorTransferResults
 from interlock.kv_transfer.connectors.block_files import BlockFiles
 from interlock.kv_transfer.connectors.host_tier import HostIndex, HostTierWorker, _CopyIn
 from interlock.kv_transfer.connectors.offload import OffloadConnector
@@ -299,3 +301,48 @@ class WatchedOffload(OffloadConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         Overlap.submitted.set()
+
+
+class Gossip(OffloadConnector):
+    """Claims, step after step, that the loads of all requests that it has heard of have ended and failed, and that every block which it
+    has not loaded itself is bad. `claims` counts what it says."""
+
+    claims = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.heard_of: set[str] = set()
+        self.loaded: dict[str, set[int]] = {}
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.heard_of.update(kwargs["request_ids"])
+        for load in self._loads:
+            self.loaded.setdefault(load.req_id, set()).update(load.block_ids)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        lies = frozenset(self.heard_of - set(self.loaded))
+        Gossip.claims += len(lies)
+        return dataclasses.replace(
+            results,
+            finished_sending=lies,
+            finished_recving=results.finished_recving | lies,
+            failed_recving=results.failed_recving | lies,
+            recving_errors=dict.fromkeys(lies, "it is said so"),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        every = set(range(self.kv_cache_config.num_blocks))
+        return super().get_block_ids_with_load_errors() | (every - set().union(*self.loaded.values()))
+
+
+class Unreachable(ShelfConnector):
+    """Offers what is on the shelf, and raises when a layer of it is waited for."""
+
+    raised = 0
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._get_connector_metadata().loads:
+            Unreachable.raised += 1
+            raise OSError("the cache server is gone")

@@ -61,6 +61,7 @@ class BlockFiles:
     def __init__(self, directory: Path, config: KVCacheConfig, max_bytes: int) -> None:
         self.root = directory / _SUBDIRECTORY
         self.namespace = namespace_of(config)
+        self._directory = str(self.root / self.namespace.hex()[:32])
         self.num_layers, self.layer_bytes = config.num_layers, config.block_bytes
         self.payload_bytes = self.num_layers * self.layer_bytes
         self.header_bytes = _HEADER.size + self.num_layers * _DIGEST_BYTES
@@ -73,7 +74,7 @@ class BlockFiles:
     def path(self, key: bytes) -> Path:
         """Where the content of `key` lies."""
         name = key.hex()
-        return self.root / self.namespace.hex()[:32] / name[:2] / (name + _SUFFIX)
+        return Path(f"{self._directory}/{name[:2]}/{name}{_SUFFIX}")
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry of the right size."""
@@ -175,13 +176,14 @@ class BlockFiles:
     def read_bytes(self, path: Path, start: int, size: int) -> bytearray:
         """`size` bytes of a file from `start` on, or fewer: none, unless it is a regular file as long as a whole one."""
         data, filled = bytearray(size), 0
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not hold up the open
-        with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place must not hold up the open
+        try:
+            status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes:
-                file.seek(start)
-                while filled < size and (count := file.readinto(memoryview(data)[filled:])):
+                while filled < size and (count := os.preadv(fd, [memoryview(data)[filled:]], start + filled)):
                     filled += count
+        finally:
+            os.close(fd)
         del data[filled:]
         return data
 
