@@ -182,6 +182,15 @@ def test_decode_rows_of_any_group_size_have_the_bits_of_a_prefill(num_kv_heads):
         assert (bits(row) == bits(whole[position : position + 1])).all()
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 20), ("float16", 34), ("bfloat16", 100)])
+def test_bits_of_heads_that_are_no_multiple_of_a_vector_do_not_depend_on_chunks_threads_or_blocks(dtype, head_dim):
+    sequence = Sequence.random(300, num_heads=3, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    (whole,) = attend([(sequence, 0, 300)])
+    batch = [(sequence, 0, 1), (sequence, 255, 256), (sequence, 299, 300), (sequence, 1, 38), (sequence, 200, 300)]
+    for (_, start, stop), part in zip(batch, attend(batch, num_threads=3, block_size=8), strict=True):
+        assert (bits(part) == bits(whole[start:stop])).all()
+
+
 def test_many_heads_that_share_one_kv_head_fit_the_workspaces():
     sequence = Sequence.random(70, num_heads=71, num_kv_heads=1, head_dim=16, dtype="bfloat16")
     (whole,) = attend([(sequence, 0, 70)])
