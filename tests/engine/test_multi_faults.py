@@ -8,6 +8,8 @@ from test_multi_peer import PREFILL, with_reference
 from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, params_of, run_alone
 from tier_puppets import Faults, ForgetfulIndex, Gossip, Unreachable
 
+from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
+
 BLOCK = 8
 A = [(7 * position) % 240 + 3 for position in range(4 * BLOCK + 3)]
 B = [(11 * position) % 240 + 5 for position in range(4 * BLOCK + 2)]
@@ -145,13 +147,17 @@ def test_a_child_that_raises_while_it_is_waited_for_keeps_no_block(model, greedy
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
 @pytest.mark.parametrize("parked", [False, True], ids=["hand-offs of the step", "parked hand-offs"])
-@pytest.mark.parametrize("async_load_bytes", [ASYNCHRONOUS, SYNCHRONOUS], ids=["tiers asynchronous", "tiers synchronous"])
+@pytest.mark.parametrize(
+    ("memory", "files"),
+    [(ASYNCHRONOUS, ASYNCHRONOUS), (SYNCHRONOUS, SYNCHRONOUS), (SYNCHRONOUS, ASYNCHRONOUS)],
+    ids=["tiers asynchronous", "tiers synchronous", "one of each"],
+)
 def test_a_child_that_reports_on_all_requests_and_blocks_changes_nothing(
-    model, prompts, params, outputs_alone, tmp_path, async_load_bytes, parked, cudagraph_mode
+    model, prompts, outputs_alone, tmp_path, memory, files, parked, cudagraph_mode
 ):
     """Each request's first load is the peer's, after a preemption the tiers'; the tier in the middle talks of all of them."""
     chosen = range(2, 7)
-    children = (PEER, offload(async_load_bytes, "tier_puppets:Gossip", cpu_blocks=12), storage(tmp_path, async_load_bytes, "StorageConnector"))
+    children = (PEER, offload(memory, "tier_puppets:Gossip", cpu_blocks=12), storage(tmp_path, files, "StorageConnector"))
     options = {"cudagraph_mode": cudagraph_mode, "max_sync_load_seconds": 1e-9 if parked else None, "enable_prefix_caching": False}
     prefill_id = {"engine_id": f"test-{uuid.uuid4().hex}"}
     Gossip.claims = 0
@@ -174,6 +180,17 @@ def test_a_child_that_reports_on_all_requests_and_blocks_changes_nothing(
         assert Gossip.claims > 0
         drain(decode)
         drain(prefill)
+
+
+def test_negative_control_if_anybodys_report_counted_the_engine_would_hear_of_it(model, greedy_alone, monkeypatch):
+    monkeypatch.setattr(MultiWorkerHalf, "_ends", lambda self, req_id, index: True)
+    Gossip.claims = 0
+    with open_multi(model, offload(cpu_blocks=40), offload(connector="tier_puppets:Gossip", cpu_blocks=1)) as llm:
+        fill(llm, 0)
+        assert bits(llm.generate([A], GREEDY)[0]) == greedy_alone[0]
+        assert Gossip.claims > 0
+        assert llm.metrics()["num_dropped_reports"] > 0
+        drain(llm)
 
 
 # Blocks of one prompt in two places

@@ -3,6 +3,9 @@
 import pytest
 from engine_fakes import FakeConnector, Harness, Offer, run_alone
 
+from interlock.engine.load_reports import MAX_RECOMPUTES
+from interlock.engine.request_queues import MAX_FAILED_LOADS
+
 PROMPTS = {"old": [1, 2, 3, 4, 5, 6, 7, 8, 9], "young": [9, 8, 7, 6, 5, 4, 3, 2, 1]}
 
 
@@ -37,4 +40,22 @@ def test_a_cache_that_fails_is_recomputed_although_the_policy_is_fail():
     harness.drain()
     assert harness.output_of("r") == run_alone(PROMPTS["old"], 4)
     assert harness.scheduler.counters()["num_failed_loads"] == 1
+    harness.assert_drained()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_load_that_fails_whenever_it_is_repeated_is_asked_for_no_more_and_the_request_is_answered(is_async):
+    connector = FakeConnector(offers={"r": Offer(8, is_async, fail_from=0)})
+    connector.load_is_repeatable = connector.recomputes_failed_loads = True
+    harness = Harness(24, connector, max_model_len=80, policy="fail")
+    request = harness.add("r", PROMPTS["old"], max_tokens=MAX_RECOMPUTES + 10)
+    for tokens in range(1, MAX_RECOMPUTES + 8):
+        while request.num_output_tokens < tokens:
+            harness.step()
+        harness.scheduler.blocks.reset_prefix_cache()
+        harness.scheduler._queues.preempt(request)
+        harness.runner.known.clear()  # as the step would say that it was preempted
+    harness.drain()
+    assert harness.output_of("r") == run_alone(PROMPTS["old"], MAX_RECOMPUTES + 10)
+    assert request.metrics.num_failed_loads == MAX_FAILED_LOADS < MAX_RECOMPUTES
     harness.assert_drained()

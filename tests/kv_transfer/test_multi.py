@@ -287,6 +287,15 @@ def test_children_have_the_engines_role_unless_they_name_their_own():
     assert {made.kv_transfer_config.engine_id for made in MADE} == {"engine"}
 
 
+def test_a_childs_own_engine_id_is_another_one_on_each_rank():
+    config = transfer_config(child("Child"), {**child("Child"), "engine_id": "own"})
+    for rank in range(2):
+        config = dataclasses.replace(config, engine_id=f"engine_dp{rank}")
+        options = dataclasses.replace(engine_config(), kv_transfer_config=config, data_parallel_size=2, data_parallel_rank=rank)
+        create_connector(options, KVConnectorRole.SCHEDULER, kv_cache_config())
+    assert [made.kv_transfer_config.engine_id for made in MADE] == ["engine_dp0", "own_dp0", "engine_dp1", "own_dp1"]
+
+
 def test_a_report_of_another_connector_is_ignored():
     multi, children = make(KVConnectorRole.SCHEDULER, "Child")
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta="something"))

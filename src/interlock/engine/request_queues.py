@@ -8,6 +8,8 @@ from interlock.engine.block_manager import BlockManager
 from interlock.engine.request import LoadState, Request, RequestStatus
 from interlock.kv_transfer.connector import KVConnector
 
+MAX_FAILED_LOADS = 8  # of one request, after which a repeatable load is not asked for again
+
 by_arrival = operator.attrgetter("arrival_index")
 
 
@@ -88,7 +90,8 @@ class RequestQueues:
             bisect.insort(self.waiting, request, key=by_arrival)
         if self._connector is not None:
             self._connector.request_preempted(request)
-            if self._connector.load_is_repeatable and not self._blocks.knows(request.request_id):  # else two loads would have one name
+            promising = self._connector.load_is_repeatable and request.metrics.num_failed_loads < MAX_FAILED_LOADS
+            if promising and not self._blocks.knows(request.request_id):  # else two loads would have one name
                 request.load_state = LoadState.UNASKED
         self._blocks.truncate(request, 0)
         request.status = RequestStatus.PREEMPTED

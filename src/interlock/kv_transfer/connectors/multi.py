@@ -30,7 +30,8 @@ from interlock.kv_transfer.transports.shared_memory import KVPool
 
 class MultiConnector(KVConnector):
     """See the module. `kv_connector_extra_config`: connectors, a list of `{"kv_connector": …, "kv_connector_extra_config": {…}, …}`
-    in order of preference; a child has the engine's `kv_role` and `engine_id` unless it names its own."""
+    in order of preference; a child has the engine's `kv_role` and `engine_id` unless it names its own (to which a data-parallel rank adds
+    `_dp<rank>`)."""
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
@@ -220,10 +221,15 @@ class MultiConnector(KVConnector):
 
 
 def _child_engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The engine's options as each child sees them."""
+    """The engine's options as each child sees them. A name of its own is one name per rank, as the engine's is."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     children = _child_configs(transfer.kv_connector_extra_config, transfer)
+    if config.data_parallel_size > 1:
+        suffix = f"_dp{config.data_parallel_rank}"
+        children = [
+            child if child.engine_id == transfer.engine_id else dataclasses.replace(child, engine_id=child.engine_id + suffix) for child in children
+        ]
     return [dataclasses.replace(config, kv_transfer_config=child) for child in children]
 
 
