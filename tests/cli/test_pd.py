@@ -70,6 +70,15 @@ def test_prompts_of_a_file_reach_both_processes_as_objects(engine_flags: list[st
     assert all(result["handoff"]["logprobs_equal_to_single_process"] for result in (salted, plain))
 
 
+def test_prompts_share_cached_prefixes_on_both_sides_with_those_of_their_salt_alone(engine_flags: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "x" * 100, "cache_salt": salt}) + "\n" for salt in ("a", "b", "a")))
+    status, out, err = Command(["pd", "--file", str(file), "--json", "--max-tokens", "2", *engine_flags]).finish()
+    assert status == 0, err
+    moved = [json.loads(line)["handoff"]["kv_bytes_moved"] for line in out.splitlines()]
+    assert moved[0] == moved[1] > moved[2]
+
+
 def test_what_cannot_be_told_to_another_process_is_one_line(engine_flags: list[str], tmp_path: Path) -> None:
     transfer = {"kv_connector": "PeerConnector", "kv_connector_extra_config": {"port": 10**30}}
     file = tmp_path / "prompts.jsonl"

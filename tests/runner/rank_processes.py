@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from runner_driver import RunnerDriver
@@ -26,34 +26,36 @@ PROMPT = [(7 * index) % 240 + 3 for index in range(26)]
 OTHER_PROMPT = [(11 * index) % 240 + 3 for index in range(9)]
 
 
-def run_ranks(scenario: Callable[..., Any], *arguments: Any, size: int = 2) -> list[Any]:
+def run_ranks(scenario: Callable[..., Any], *arguments: Any, size: int = 2, patience: float = WATCHDOG_SECONDS) -> list[Any]:
     """Run `scenario(rank, link, *arguments)` in one process per rank and return what each returned; `link` joins ranks 0 and 1.
 
-    An InterlockError is returned, None stands for a rank that died; any other error fails the test, and so does a rank that gives no
-    answer in time.
+    An InterlockError is returned, None stands for a rank that died; any other error fails the test, and so does it if no rank gives an
+    answer for `patience` seconds.
     """
     context = multiprocessing.get_context("spawn")
     links = context.Pipe()
-    ranks = []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(scenario, theirs, rank, links[rank], *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
+    processes, answers = [], [None] * size
+    waiting: dict[Connection, int] = {}
     try:
-        answers = []
-        for rank, (_, connection) in enumerate(ranks):
-            assert connection.poll(WATCHDOG_SECONDS), f"rank {rank} hangs"
-            try:
-                ok, answer = connection.recv()
-            except EOFError:
-                ok, answer = True, None
-            assert ok, f"rank {rank}: {answer}"
-            answers.append(answer)
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=_run, args=(scenario, theirs, rank, links[rank], *arguments), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            waiting[ours] = rank
+        while waiting:
+            ready = wait(list(waiting), patience)
+            assert ready, f"ranks {sorted(waiting.values())} hang"
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, answers[rank] = connection.recv()
+                except EOFError:
+                    continue
+                assert ok, f"rank {rank}: {answers[rank]}"
         return answers
     finally:
-        for process, _ in ranks:
+        for process in processes:
             process.kill()
             process.join()
 

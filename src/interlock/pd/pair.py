@@ -128,7 +128,8 @@ class PrefillDecodePair:
         gets a warning. Raises EngineProcessError if decode dies or stalls."""
         assert result.decode is not None
         self.decode.send(ResetPrefixCache())
-        message = Generate(f"{result.request.request_id}-recompute", result.decode.prompt_token_ids, _one_token(result.request.sampling))
+        request = result.request
+        message = Generate(f"{request.request_id}-recompute", _tokenized(request, result.decode.prompt_token_ids), _one_token(request.sampling))
         try:
             result.recompute = self._run(self.decode, message, _ignore, result)
         except _RequestFailedError as error:
@@ -184,9 +185,8 @@ class PrefillDecodePair:
         request = result.request
         if result.prefill is None:
             return Generate(request.request_id, request.prompt, dict(request.sampling), request.chat)
-        return Generate(
-            request.request_id, result.prefill.prompt_token_ids, dict(request.sampling), kv_transfer_params=result.prefill.kv_transfer_params
-        )
+        prompt = _tokenized(request, result.prefill.prompt_token_ids)
+        return Generate(request.request_id, prompt, dict(request.sampling), kv_transfer_params=result.prefill.kv_transfer_params)
 
     def _run(self, process: EngineProcess, message: Generate, on_text: OnText, result: HandOff) -> Finished:
         """Run one request on `process`, watching the other ones too. Raises _RequestFailedError, or EngineProcessError if `process` dies or
@@ -227,7 +227,9 @@ def run_single(engine: Mapping[str, Any], results: list[HandOff], on_progress: O
         wait_ready(process, on_progress)
         for result in served:
             assert result.decode is not None
-            process.send(Generate(result.request.request_id, result.decode.prompt_token_ids, dict(result.request.sampling)), stall_timeout)
+            request = result.request
+            prompt = _tokenized(request, result.decode.prompt_token_ids)
+            process.send(Generate(request.request_id, prompt, dict(request.sampling)), stall_timeout)
             try:
                 while result.single is None:
                     result.single = _take_answer(process, _ignore, stall_timeout)
@@ -259,6 +261,12 @@ def _take_answer(process: EngineProcess, on_text: OnText, timeout: float) -> Fin
     elif isinstance(message, Failed):
         raise _RequestFailedError(message.error)
     return message if isinstance(message, Finished) else None
+
+
+def _tokenized(request: PairRequest, token_ids: list[int]) -> list[int] | dict[str, Any]:
+    """The request's prompt as the token ids that it turned out to be, with what separates its cached prefixes from those of others."""
+    salt = request.prompt.get("cache_salt") if isinstance(request.prompt, dict) else None
+    return token_ids if salt is None else {"prompt_token_ids": token_ids, "cache_salt": salt}
 
 
 def _one_token(sampling: Mapping[str, Any]) -> dict[str, Any]:
