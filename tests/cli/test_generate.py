@@ -217,6 +217,8 @@ def test_other_closed_streams_change_nothing(engine_flags: list[str], closed: st
         (["generate", "hi", "--mode", "PIECEWISE", "--kv-load-wait", "gate"], ["kv_load_wait", "gate", "PIECEWISE"]),
         (["generate", "hi", "--kv-load-timeout", "nan"], ["kv_load_timeout", "nan"]),
         (["pd", "hi", "--stall-timeout", "0"], ["--stall-timeout", "0"]),
+        (["pd", "hi", "--kv-transfer-config", '{"kv_connector": "PeerConnector", "engine_id": "a"}'], ["engine_id 'a'", "leave it out"]),
+        (["pd", "hi", "--kv-transfer-config", '{"kv_connector": "PeerConnector", "kv_role": "kv_consumer"}'], ["kv_role 'kv_consumer'"]),
     ],
 )
 def test_whatever_is_typed_wrong_is_one_line_and_exit_status_2(arguments: list[str], words: list[str]) -> None:

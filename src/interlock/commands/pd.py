@@ -89,7 +89,10 @@ def _connectors(engine: EngineOptions, failure_policy: str | None, transports: l
     policy = {} if failure_policy is None else {"kv_load_failure_policy": failure_policy}
     connectors = {name: {"kv_load_failure_policy": "recompute", **values, **policy} for name, values in chosen.items()}
     for values in connectors.values():
-        KVTransferConfig.from_mapping(values)
+        role = KVTransferConfig.from_mapping(values).kv_role
+        if role != "kv_both" or "engine_id" in values:
+            named = "engine_id" if "engine_id" in values else "kv_role"
+            raise ConfigError(f"--kv-transfer-config has {named} {values[named]!r}, but each process is given its own here; leave it out")
     engine.config()
     return connectors
 

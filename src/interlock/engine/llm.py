@@ -174,7 +174,7 @@ class LLM:
         except RequestError as error:
             if count == 1:
                 raise
-            raise RequestError(f"prompt {number} of {count}: {error}") from None
+            raise RequestError(f"prompts[{number}] of {count}: {error}") from None
 
     def _run(self, started: list[PromptSamples]) -> Iterator[StreamDelta | None]:
         """None when it begins, then the deltas of prompts that have started. However it ends, none of them stays in the engine."""
