@@ -112,6 +112,9 @@ class FakeRunner:
         logprobs = {req_id: Logprobs([token, 1, 2], [-0.5, -1.0, -2.0], 2) for req_id, token in sampled.items()}
         return ModelRunnerOutput(step=output.step, sampled_token_ids=sampled, logprobs=logprobs, kv_connector_output=report)
 
+    def take_abort_report(self) -> KVConnectorOutput | None:
+        return None
+
     def shutdown(self) -> None:
         self.known.clear()
 

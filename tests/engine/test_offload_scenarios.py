@@ -85,7 +85,7 @@ def evict_under_a_queued_load(llm):
     step_until(llm, lambda: worker.held_loads)
     others = [start(llm, prompt) for prompt in OTHERS[:2]]
     step_until(llm, lambda: all(other.finished for other in others))
-    step_until(llm, lambda: not llm.core.scheduler._connector.scheduler_half._reading)
+    step_until(llm, lambda: not llm.core._connector.scheduler_half._reading)
     assert not request.finished
     worker.release()
     step_until(llm, lambda: request.finished)

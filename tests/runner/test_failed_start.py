@@ -1,6 +1,7 @@
 """A start that fails, wherever it fails, leaves no descriptor and no thread behind; and bad options fail before there is a pool."""
 
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -151,12 +152,12 @@ def test_all_threads_have_ended_when_the_error_is_raised(model, monkeypatch, pla
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
-def test_a_half_that_fails_to_shut_down_does_not_keep_the_rest_alive(model, monkeypatch):
+def test_a_half_that_fails_to_shut_down_does_not_keep_the_rest_alive(model, monkeypatch, caplog):
     EngineCore(config_of(model, PEER)).shutdown()
     before = held()
     monkeypatch.setattr(PeerConnector, "shutdown", after(PeerConnector.shutdown, RuntimeError))
     engine = EngineCore(config_of(model, PEER))
-    with pytest.raises(RuntimeError, match="refused"):
-        engine.shutdown()
+    caplog.set_level(logging.CRITICAL)  # pytest keeps what is logged, and a traceback keeps its frames
+    engine.shutdown()
     del engine
     assert held() == before

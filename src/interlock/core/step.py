@@ -46,17 +46,23 @@ class LoadPromise:
     """KV that the step which carries it will consume: positions [start, stop) of a request, for every layer.
 
     block_ids: the local blocks that hold these positions, first to last (the first may begin before `start`).
+    void: why it will not be kept, if that is known when the step is planned; it counts as failed from the start.
     """
 
     req_id: str
     start: int
     stop: int
     block_ids: tuple[int, ...]
+    void: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `step` is its stamp; stamps only grow. `load_promises` are the synchronous loads of this step."""
+    """One step. `step` is its stamp; stamps only grow. `load_promises` are the synchronous loads of this step.
+
+    async_load_req_ids: requests that wait outside the steps for a load that this step's metadata orders. connector_fault: why the
+    connector has no metadata for the step; its loads have failed then.
+    """
 
     step: int
     scheduled_new_reqs: list[NewRequestData]
@@ -67,6 +73,8 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str] = frozenset()
     kv_connector_metadata: Any = None
     load_promises: tuple[LoadPromise, ...] = ()
+    async_load_req_ids: frozenset[str] = frozenset()
+    connector_fault: str | None = None
 
     @property
     def has_sync_kv_loads(self) -> bool:
@@ -88,7 +96,9 @@ class KVConnectorOutput:
     """What the worker half of a connector reports after a step. `load_wait_seconds`: how long the step waited for loads.
 
     `pending_block_ids`: those of the invalid blocks that a transfer may still write; they stay quarantined until
-    `finished_recving` (or `failed_recving`) names the request.
+    `finished_recving` (or `failed_recving`) names the request. `num_dropped_reports`: things in the reports that could not be read.
+    `num_connector_faults`: calls that raised or gave no answer; what they had to say is lost.
+    `fault`: why not all that the step's metadata ordered has begun, or may have; None: it has.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -101,6 +111,9 @@ class KVConnectorOutput:
     kv_connector_worker_meta: Any = None
     load_wait_seconds: float = 0.0
     loaded_bytes: int = 0
+    num_dropped_reports: int = 0
+    num_connector_faults: int = 0
+    fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

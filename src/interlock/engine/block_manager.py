@@ -1,11 +1,25 @@
 """The blocks of requests: found in the prefix cache, allocated, published, shortened, leased, quarantined, given back."""
 
+import itertools
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from interlock.core.config import KVCacheConfig
 from interlock.engine.block_pool import BlockPool
 from interlock.engine.prefix_cache import PrefixCache, extend_keys, root_key
 from interlock.engine.request import Request
+
+_SOUND_STEP_WITHIN = 3  # steps are made only for this; the first may meet what the connector was told for the one that failed
+
+
+@dataclass(slots=True, eq=False)
+class _Doubt:
+    """See `BlockManager.hold_in_doubt`. is_expected: a step is wanted to end it."""
+
+    step: int
+    owner: str
+    block_ids: list[int]
+    is_expected: bool = True
 
 
 class BlockManager:
@@ -19,8 +33,12 @@ class BlockManager:
         self._prefix_cache = PrefixCache(self.pool)
         self._leases: dict[str, list[int]] = {}
         self._transfers: dict[str, list[int]] = {}
+        self._doubtful_leases: set[str] = set()
         self._overdue: set[str] = set()
         self._fences: dict[int, list[tuple[str, list[int]]]] = {}
+        self._doubts: list[_Doubt] = []
+        self._doubt_numbers = itertools.count()
+        self._is_in_doubt = False
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
@@ -108,7 +126,12 @@ class BlockManager:
         if req_id not in self._leases:
             return False
         self.pool.release_lease(self._leases.pop(req_id), req_id)
+        self._doubtful_leases.discard(req_id)
         return True
+
+    def doubt_leases(self) -> None:
+        """The ends of the leases of now may have been in a report that is lost."""
+        self._doubtful_leases.update(self._leases)
 
     def quarantine_transfer(self, req_id: str, block_ids: Collection[int]) -> None:
         """Hold blocks that a load of `req_id` may still write, until `end_transfer`."""
@@ -130,9 +153,42 @@ class BlockManager:
         if req_id in self._transfers:
             self._overdue.add(req_id)
 
-    def is_starved(self, request: Request) -> bool:
-        """Whether every block that is neither free nor the request's own is held by a load that is overdue, so that none may ever come back."""
-        lost = {block_id for req_id in self._overdue for block_id in self._transfers[req_id]}
+    def hold_in_doubt(self, step: int, block_ids: Collection[int]) -> None:
+        """Hold blocks that somebody still holds and that the connector, which has raised, may still touch with what it was told up to
+        `step`: until a later step gives it everything that it was told (`end_doubt`)."""
+        owner = f"doubt of step {step} #{next(self._doubt_numbers)}"
+        self.pool.quarantine(list(block_ids), owner)
+        self._doubts.append(_Doubt(step, owner, list(block_ids)))
+
+    def begin_doubt(self) -> None:
+        """What a step ordered may not have begun, and may still begin: no load is asked for until `end_doubt`."""
+        self._is_in_doubt = True
+
+    def end_doubt(self, step: int) -> None:
+        """All that the connector was told has begun with `step`, which has ended."""
+        self._is_in_doubt = False
+        for doubt in self._doubts:
+            if doubt.step < step:
+                self.pool.release_quarantine(doubt.block_ids, doubt.owner)
+        self._doubts = [doubt for doubt in self._doubts if doubt.step >= step]
+
+    def stop_expecting_sound_step(self, step: int) -> None:
+        """`step` was none: nobody steps any more only to end the doubts that were long before it."""
+        for doubt in self._doubts:
+            doubt.is_expected &= step - doubt.step < _SOUND_STEP_WITHIN
+
+    @property
+    def may_load(self) -> bool:
+        """Whether loads may be asked for: not while what was ordered may not have begun, nor when half of the pool waits for ends of loads
+        that no request waits for."""
+        return not self._is_in_doubt and 2 * len(self._lost(self._transfers)) <= self.pool.num_blocks
+
+    def is_starved(self, request: Request, *, beside_leases: bool = False) -> bool:
+        """Whether every block that is neither free nor the request's own is held by a load that is overdue, so that none may ever come back.
+        beside_leases: or by a lease whose end may have been lost."""
+        lost = self._lost(self._overdue)
+        if beside_leases:
+            lost.update(block_id for req_id in self._doubtful_leases for block_id in self._leases[req_id])
         return bool(lost) and self.pool.num_free_blocks + len(lost.union(request.block_ids)) >= self.pool.num_blocks
 
     def retire(self, step: int) -> None:
@@ -144,11 +200,16 @@ class BlockManager:
     @property
     def has_pending(self) -> bool:
         """Whether blocks wait for the outside: for a consumer to finish, or for a load to end that is not overdue."""
-        return bool(self._leases) or len(self._transfers) > len(self._overdue)
+        return bool(self._leases) or len(self._transfers) > len(self._overdue) or any(doubt.is_expected for doubt in self._doubts)
 
     def knows(self, req_id: str) -> bool:
         """Whether blocks are still held for a request of this id that has ended."""
         return req_id in self._leases or req_id in self._transfers
+
+    def _lost(self, req_ids: Iterable[str]) -> set[int]:
+        """The blocks that these loads, and connectors in doubt, may still touch."""
+        lost = {block_id for req_id in req_ids for block_id in self._transfers[req_id]}
+        return lost.union(*(doubt.block_ids for doubt in self._doubts if not doubt.is_expected))
 
     def _fence(self, request: Request, block_ids: list[int]) -> None:
         step = request.in_flight_step

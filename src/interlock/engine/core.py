@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.errors import KernelError
 from interlock.core.sampling_params import SamplingParams
-from interlock.core.step import ModelRunnerOutput, SchedulerOutput
+from interlock.core.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from interlock.engine.block_pool import PoolAudit
 from interlock.engine.detokenizer import Detokenizer, TextStream
 from interlock.engine.inputs import InputProcessor, Prompt, TokenizedPrompt, draw_seed
@@ -44,6 +44,9 @@ class Runner(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for its tokens. Raises KernelError if a kernel reported a fault."""
+
+    def take_abort_report(self) -> KVConnectorOutput | None:
+        """After `execute_model` has raised: what may still write blocks, and what was not begun; None if the connector never heard of the step."""
 
     def shutdown(self) -> None:
         """Give everything back."""
@@ -130,9 +133,9 @@ class EngineCore:
             result = self.runner.execute_model(output)
         except KernelError as error:
             self._counters["num_failed_steps"] += 1
-            changed = self.scheduler.fail_step(output, str(error))
+            changed = self.scheduler.fail_step(output, str(error), self.runner.take_abort_report())
         except BaseException:
-            self.scheduler.abandon_step(output, "the step was interrupted")
+            self.scheduler.abandon_step(output, "the step was interrupted", self.runner.take_abort_report())
             raise
         else:
             changed = self.scheduler.update_from_output(output, result)
@@ -171,8 +174,7 @@ class EngineCore:
             if self.lockstep is not None:
                 ends.callback(self.lockstep.close)
             ends.callback(self.runner.shutdown)
-            if self._connector is not None:
-                ends.callback(self._connector.shutdown)
+            ends.callback(self.scheduler.shutdown)
 
     def _delta(self, request: Request) -> RequestDelta:
         fresh = request.take_new_tokens()

@@ -48,6 +48,7 @@ class LoadReports:
 
     def handle(self, output: SchedulerOutput, report: KVConnectorOutput) -> set[Request]:
         """Act on the report of a step. Returns the requests whose result of this step does not hold."""
+        self.num_dropped_reports += report.num_dropped_reports
         self._account_loads(output, report)
         for promise in output.load_promises:
             self._note_loaded(promise.req_id, promise.block_ids)
@@ -68,14 +69,27 @@ class LoadReports:
         """An asynchronous load that its connector has not named by its deadline has failed. It may still write: its blocks stay
         quarantined until the connector does name it."""
         for req_id in self._queues.take_overdue_loads():
-            request = self._queues.loading.get(req_id)
-            if request is not None:
+            if req_id in self._queues.loading:
                 cause = f"its connector did not report the end of the load within {self._load_timeout:g} s (kv_async_load_timeout)"
                 logger.warning("request %s: %s", req_id, cause)
-                self._blocks.quarantine_transfer(req_id, request.block_ids[request.num_computed_tokens // self._blocks.block_size :])
-                self._failed_blocks.pop(req_id, None)
-                self._land(request, True, cause)
+                self.give_up(req_id, cause)
             self._blocks.stop_expecting(req_id)
+
+    def give_up(self, req_id: str, cause: str) -> None:
+        """The asynchronous load that a request waits for has failed. It may still write: its blocks stay quarantined until the connector
+        names it."""
+        request = self._queues.loading[req_id]
+        self._blocks.quarantine_transfer(req_id, request.block_ids[request.num_computed_tokens // self._blocks.block_size :])
+        self._failed_blocks.pop(req_id, None)
+        self._land(request, True, cause)
+
+    def hold_pending(self, output: SchedulerOutput, pending_block_ids: Collection[int]) -> None:
+        """What the step's loads may still write is held until the connector names them."""
+        for promise in output.load_promises:
+            pending = [block_id for block_id in promise.block_ids if block_id in pending_block_ids]
+            if pending:
+                self._blocks.quarantine_transfer(promise.req_id, pending)
+                self._queues.expect_load(promise.req_id)
 
     def _account_loads(self, output: SchedulerOutput, report: KVConnectorOutput) -> None:
         promised = sum(promise.stop - promise.start for promise in output.load_promises)
@@ -87,11 +101,7 @@ class LoadReports:
 
     def _handle_invalid_blocks(self, output: SchedulerOutput, report: KVConnectorOutput) -> set[Request]:
         """Roll back, or fail, every request that holds a block whose KV did not land: who asked for it, and who shares it."""
-        for promise in output.load_promises:
-            pending = [block_id for block_id in promise.block_ids if block_id in report.pending_block_ids]
-            if pending:
-                self._blocks.quarantine_transfer(promise.req_id, pending)
-                self._queues.expect_load(promise.req_id)
+        self.hold_pending(output, report.pending_block_ids)
         invalid = self._take_invalid(report.invalid_block_ids)
         holders = {
             owner: None for block_id in sorted(invalid) for owner, hold in self._blocks.pool.owners(block_id).items() if hold is Hold.REFERENCED

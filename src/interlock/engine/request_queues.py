@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from interlock.engine.block_manager import BlockManager
 from interlock.engine.request import LoadState, Request, RequestStatus
-from interlock.kv_transfer.connector import KVConnector
+from interlock.kv_transfer.scheduler_guard import EndedRequest, SchedulerGuard
 
 MAX_FAILED_LOADS = 8  # of one request, after which a repeatable load is not asked for again
 
@@ -17,10 +17,11 @@ class RequestQueues:
     """The living requests, each in one place. `waiting` and `running` are in order of arrival; `loading` waits for remote KV by id.
 
     `ended` collects requests that end outside a step's result, `finished_req_ids` the ids whose end the runner has not heard of.
-    load_timeout: seconds until a load that a connector has not named is overdue, whatever has become of its request.
+    step: the stamp of the step that was planned last. load_timeout: seconds until a load that a connector has not named is overdue,
+    whatever has become of its request.
     """
 
-    def __init__(self, blocks: BlockManager, connector: KVConnector | None, clock: Callable[[], float], load_timeout: float) -> None:
+    def __init__(self, blocks: BlockManager, connector: SchedulerGuard | None, clock: Callable[[], float], load_timeout: float) -> None:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.loading: dict[str, Request] = {}
@@ -28,6 +29,7 @@ class RequestQueues:
         self.ended: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.num_preemptions = 0
+        self.step = 0
         self._arrivals = 0
         self._blocks = blocks
         self._connector = connector
@@ -123,13 +125,23 @@ class RequestQueues:
         request.metrics.finished_time = self._clock()
         del self.requests[req_id]
         self.finished_req_ids.add(req_id)
-        keep = False
-        if self._connector is not None:
-            keep, request.output_kv_transfer_params = self._connector.request_finished(request, request.block_ids)
-        if keep:
-            self._blocks.lease(request)
-        else:
-            self._blocks.truncate(request, 0)
+        answer = EndedRequest()
+        try:
+            if self._connector is not None:
+                answer = self._connector.request_finished(request, request.block_ids)
+                request.output_kv_transfer_params = answer.params
+        finally:
+            if answer.keep:
+                self._blocks.lease(request)
+            else:
+                if answer.fault is not None and request.block_ids:  # it may have ordered, for the next step, that they be saved
+                    self._blocks.hold_in_doubt(self.step, request.block_ids)
+                self._blocks.truncate(request, 0)
+
+    def next_step(self) -> int:
+        """The stamp of the step that is planned now."""
+        self.step += 1
+        return self.step
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
         """End a request that gets no further token; it is noted in `ended`."""

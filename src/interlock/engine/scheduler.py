@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.errors import RequestError
-from interlock.core.step import ModelRunnerOutput, SchedulerOutput
+from interlock.core.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from interlock.engine.block_manager import BlockManager
 from interlock.engine.load_reports import LoadReports
 from interlock.engine.request import LoadState, Request, RequestStatus
@@ -14,6 +14,7 @@ from interlock.engine.request_queues import RequestQueues
 from interlock.engine.step_planner import StepPlanner
 from interlock.kv_transfer.connector import KVConnector
 from interlock.kv_transfer.registry import bind_block_pool
+from interlock.kv_transfer.scheduler_guard import SchedulerGuard
 from interlock.kv_transfer.transfer_params import check_hand_off
 
 
@@ -32,18 +33,23 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         transfer = config.kv_transfer_config
+        self._connector = SchedulerGuard(connector) if connector is not None else None
         self.blocks = BlockManager(kv_cache_config, config.enable_prefix_caching)
-        self._queues = RequestQueues(self.blocks, connector, clock, config.kv_async_load_timeout)
-        self._planner = StepPlanner(config, self.blocks, self._queues, connector, clock)
-        decides = connector is not None and (transfer is None or transfer.kv_load_failure_policy == "fail")
-        recomputes = connector.recomputes_load if connector is not None and decides else lambda req_id: True
+        self._queues = RequestQueues(self.blocks, self._connector, clock, config.kv_async_load_timeout)
+        self._planner = StepPlanner(config, self.blocks, self._queues, self._connector, clock)
+        decides = self._connector is not None and (transfer is None or transfer.kv_load_failure_policy == "fail")
+        recomputes = self._connector.recomputes_load if self._connector is not None and decides else lambda req_id: True
         self._reports = LoadReports(self.blocks, self._queues, recomputes, kv_cache_config.bytes_per_token, config.kv_async_load_timeout)
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._connector = connector
         self._clock = clock
         if connector is not None:
             bind_block_pool(connector, self.blocks.pool)
+
+    def shutdown(self) -> None:
+        """Shut the connector's scheduler half down. May be called twice."""
+        if self._connector is not None:
+            self._connector.shutdown()
 
     # Arrivals and aborts
 
@@ -69,14 +75,15 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Take a request in. Raises RequestError, with nothing changed, if it cannot be served."""
         self.check(request)
-        if self._connector is not None:
-            self._connector.on_new_request(request)
+        fault = self._connector.on_new_request(request) if self._connector is not None else None
         request.token_limit = self._token_limit(request)
         request.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         if request.sampling_params.min_tokens:  # also of a request that does not end at EOS, as in vLLM
             request.all_stop_token_ids = tuple(sorted(self._eos_token_ids | request.stop_token_ids))
         self.blocks.adopt(request)
         self._queues.add(request)
+        if fault is not None:
+            self._queues.end(request, RequestStatus.FINISHED_ERROR, fault)
 
     def abort_request(self, req_id: str) -> Request | None:
         """End a request at any moment; None if no such request is alive. It appears once more in the next `update_from_output`."""
@@ -123,9 +130,16 @@ class Scheduler:
         """Plan the next step. It may have no tokens; it is then still to be executed, for what the connector has to do."""
         self._reports.expire()
         output = self._planner.plan()
-        if self._connector is not None:
-            output = dataclasses.replace(output, kv_connector_metadata=self._connector.build_connector_meta(output))
-        return output
+        if self._connector is None:
+            return output
+        for req_id, cause in self._planner.take_failed_orders().items():
+            self._lose_order(req_id, cause)
+        try:
+            metadata = self._connector.build_connector_meta(output)
+        except BaseException:
+            self.abandon_step(output, f"step {output.step}, of which it was to be a part, was interrupted before it began")
+            raise
+        return dataclasses.replace(output, kv_connector_metadata=metadata.value, connector_fault=metadata.fault)
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[Request]:
         """Take a step's result in. Returns the requests that got a token or ended, each once."""
@@ -136,7 +150,9 @@ class Scheduler:
         if report is not None:
             if self._connector is not None:
                 self._connector.update_connector_output(report)
+            self._begin_doubt(output, report)
             thrown_away = self._reports.handle(output, report)
+            self._end_doubt(output, report)
         self.blocks.retire(output.step)
         now = self._clock()
         mode = result.cudagraph_runtime_mode.name
@@ -148,21 +164,56 @@ class Scheduler:
                 changed.append(request)
         return changed + self._queues.take_ended()
 
-    def fail_step(self, output: SchedulerOutput, error: str) -> list[Request]:
-        """The step failed on the device, and everything that it started has ended. Its requests end with `error`."""
+    def fail_step(self, output: SchedulerOutput, error: str, report: KVConnectorOutput | None = None) -> list[Request]:
+        """The step failed on the device, and everything that it started has ended, but for what the connector's `report` names.
+        Its requests end with `error`."""
+        self._hold_loads(output, report)
         for request in self._land_step(output):
             self._queues.end(request, RequestStatus.FINISHED_ERROR, error)
         self._queues.finished_req_ids |= output.finished_req_ids
         self.blocks.retire(output.step)
         return self._queues.take_ended()
 
-    def abandon_step(self, output: SchedulerOutput, error: str) -> None:
+    def abandon_step(self, output: SchedulerOutput, error: str, report: KVConnectorOutput | None = None) -> None:
         """Nobody waited for the end of the step. Its requests end with `error`; its blocks come back when a later step retires."""
+        self._hold_loads(output, report)
         for req_id in output.num_scheduled_tokens:
             request = self._queues.requests.get(req_id)
             if request is not None and request.in_flight_step == output.step:
                 self._queues.end(request, RequestStatus.FINISHED_ERROR, error)
         self._queues.finished_req_ids |= output.finished_req_ids
+
+    def _hold_loads(self, output: SchedulerOutput, report: KVConnectorOutput | None) -> None:
+        """Of a step that failed. Without a report the connector has not heard of it."""
+        if self._connector is None:
+            return
+        report = report or KVConnectorOutput(fault=f"step {output.step} failed before the connector was told of it")
+        self._reports.hold_pending(output, report.pending_block_ids)
+        self._begin_doubt(output, report)
+        self._end_doubt(output, report)
+
+    def _begin_doubt(self, output: SchedulerOutput, report: KVConnectorOutput) -> None:
+        """Before blocks of the step are given back: its orders may come to the connector yet if they have not now."""
+        if report.fault is not None:
+            self.blocks.begin_doubt()
+            for promise in output.load_promises:
+                self.blocks.hold_in_doubt(output.step, promise.block_ids)
+
+    def _end_doubt(self, output: SchedulerOutput, report: KVConnectorOutput) -> None:
+        """After the report was acted on: loads that nobody will make fail, and those of a step in which all went well are no more in doubt."""
+        if report.num_connector_faults:
+            self.blocks.doubt_leases()
+        if report.fault is None:
+            self.blocks.end_doubt(output.step)
+            return
+        self.blocks.stop_expecting_sound_step(output.step)
+        for req_id in output.async_load_req_ids & self._queues.loading.keys():
+            self._lose_order(req_id, report.fault)
+
+    def _lose_order(self, req_id: str, cause: str) -> None:
+        """The connector raised when it was told of an asynchronous load; if it makes it all the same, it has to name it."""
+        self._reports.give_up(req_id, cause)
+        self._queues.expect_load(req_id)
 
     def _land_step(self, output: SchedulerOutput) -> list[Request]:
         """Take the step's requests out of flight; returns those for whom it still counts."""

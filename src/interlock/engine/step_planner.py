@@ -14,13 +14,14 @@ from interlock.core.step import CachedRequestData, LoadPromise, NewRequestData, 
 from interlock.engine.block_manager import BlockManager
 from interlock.engine.request import LoadState, Request, RequestStatus
 from interlock.engine.request_queues import RequestQueues
-from interlock.kv_transfer.connector import KVConnector
+from interlock.kv_transfer.scheduler_guard import SchedulerGuard
 
 logger = logging.getLogger(__name__)
 
 
 class _Plan:
-    """A step while it is being planned."""
+    """A step while it is being planned. parked: the requests whose asynchronous load it orders. admitting: the request that is
+    just getting its place."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
@@ -30,6 +31,8 @@ class _Plan:
         self.num_scheduled_tokens: dict[str, int] = {}
         self.preempted: set[str] = set()
         self.promises: list[LoadPromise] = []
+        self.parked: set[str] = set()
+        self.admitting: Request | None = None
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.request_id] = num_tokens
@@ -48,7 +51,7 @@ class StepPlanner:
     a connector whose loads are repeatable is asked again after a preemption."""
 
     def __init__(
-        self, config: EngineConfig, blocks: BlockManager, queues: RequestQueues, connector: KVConnector | None, clock: Callable[[], float]
+        self, config: EngineConfig, blocks: BlockManager, queues: RequestQueues, connector: SchedulerGuard | None, clock: Callable[[], float]
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -60,18 +63,22 @@ class StepPlanner:
         self._queues = queues
         self._connector = connector
         self._clock = clock
-        self._step = 0
         self._blocked: tuple[str, int] | None = None
+        self._starving: tuple[str, float] | None = None
+        self._failed_orders: dict[str, str] = {}
 
     def plan(self) -> SchedulerOutput:
-        """The next step, without connector metadata. It may have no tokens."""
-        self._step += 1
-        plan = _Plan(self._step, self._max_num_batched_tokens)
+        """The next step, without connector metadata. It may have no tokens. If it cannot be made, what it was about to compute ends."""
+        plan = _Plan(self._queues.next_step(), self._max_num_batched_tokens)
         finished = frozenset(self._queues.finished_req_ids)
         self._queues.finished_req_ids.clear()
-        self._plan_running(plan)
-        if self._queues.waiting and not plan.preempted:
-            self._plan_waiting(plan, finished)
+        try:
+            self._plan_running(plan)
+            if self._queues.waiting and not plan.preempted:
+                self._plan_waiting(plan, finished)
+        except BaseException:
+            self._abandon(plan, finished)
+            raise
         return SchedulerOutput(
             step=plan.step,
             scheduled_new_reqs=plan.new,
@@ -81,7 +88,26 @@ class StepPlanner:
             finished_req_ids=finished,
             preempted_req_ids=frozenset(plan.preempted),
             load_promises=tuple(plan.promises),
+            async_load_req_ids=frozenset(plan.parked),
         )
+
+    def take_failed_orders(self) -> dict[str, str]:
+        """The requests, and the causes, whose asynchronous load the connector refused to take since the last call."""
+        failed, self._failed_orders = self._failed_orders, {}
+        return failed
+
+    def _abandon(self, plan: _Plan, finished: frozenset[str]) -> None:
+        """Nobody will execute this plan; what the connector was told for it may come to it yet."""
+        self._queues.finished_req_ids |= finished
+        told = [block_id for promise in plan.promises for block_id in promise.block_ids]
+        told += plan.admitting.block_ids if plan.admitting is not None and plan.admitting.request_id not in plan.parked else []
+        if self._connector is not None:
+            self._blocks.begin_doubt()
+            self._blocks.hold_in_doubt(plan.step, told)
+        for request in list(self._queues.requests.values()):
+            if request.in_flight_step == plan.step or request is plan.admitting or request.request_id in plan.parked:
+                request.in_flight_step = None
+                self._queues.end(request, RequestStatus.FINISHED_ERROR, f"step {plan.step}, of which it was to be a part, could not be planned")
 
     def _plan_running(self, plan: _Plan) -> None:
         running, index = self._queues.running, 0
@@ -130,8 +156,10 @@ class StepPlanner:
                 continue
             if self._is_still_blocked(request):
                 return
+            plan.admitting = request
             admission = self._admit(request, plan)
-            if admission is _Admission.NO_ROOM and not self._queues.running and not self._queues.loading and self._blocks.is_starved(request):
+            plan.admitting = None
+            if admission is _Admission.NO_ROOM and self._is_starved(request):
                 self._end_for_want_of_blocks(request)
                 continue
             if admission is _Admission.NO_ROOM:
@@ -157,7 +185,7 @@ class StepPlanner:
         resumes = bool(request.block_ids)
         matched = [] if resumes else self._blocks.match(request)
         computed = request.num_computed_tokens if resumes else len(matched) * self._blocks.block_size
-        if self._connector is not None and asks:
+        if self._connector is not None and asks and self._blocks.may_load:
             found, is_async = self._connector.get_num_new_matched_tokens(request, computed)
             if found is None and not self._gives_up_asking(request):
                 return _Admission.UNKNOWN
@@ -171,14 +199,18 @@ class StepPlanner:
             self._blocks.grow(request, start + count)
         else:
             self._blocks.start(request, matched, start + count)
-        if self._connector is not None and (asks or resumes):
-            self._connector.update_state_after_alloc(request, request.block_ids, num_external)
         if request.load_state is LoadState.UNASKED:
             self._note_hits(request, computed, num_external)
         if loads_first:
             self._queues.park(request)
-        else:
-            self._start(request, computed, start, count, plan)
+            plan.parked.add(request.request_id)
+        fault = None
+        if self._connector is not None and (asks or resumes):
+            fault = self._connector.update_state_after_alloc(request, request.block_ids, num_external)
+        if not loads_first:
+            self._start(request, computed, start, count, plan, fault)
+        elif fault is not None:
+            self._failed_orders[request.request_id] = fault
         return _Admission.ADMITTED
 
     def _gives_up_asking(self, request: Request) -> bool:
@@ -190,18 +222,28 @@ class StepPlanner:
             return False
         logger.warning(
             "%s has not known for %g s (kv_async_load_timeout) what it has of request %s; nothing is loaded for it",
-            type(self._connector).__name__,
+            self._connector.name if self._connector is not None else "the connector",
             self._load_timeout,
             request.request_id,
         )
         return True
+
+    def _is_starved(self, request: Request) -> bool:
+        """Whether a request that finds no room waits for nothing but the outside, which may never give it blocks."""
+        if self._queues.running or self._queues.loading:
+            self._starving = None
+            return False
+        if self._starving is None or self._starving[0] != request.request_id:
+            self._starving = (request.request_id, self._clock())
+        for_long = self._clock() - self._starving[1] >= self._load_timeout
+        return self._blocks.is_starved(request, beside_leases=for_long)
 
     def _end_for_want_of_blocks(self, request: Request) -> None:
         """Everything else has ended, and the request finds no room beside the blocks of loads that nobody hears of."""
         needed, free = self._blocks.num_blocks_for(request.num_tokens), self._blocks.pool.num_free_blocks
         error = (
             f"request {request.request_id} needs {needed} KV blocks, {free} are free: the others belong to loads whose end the connector "
-            "has not reported within kv_async_load_timeout, and it may still write them"
+            "has not reported within kv_async_load_timeout, and it may still write them, or to ended requests whose KV it keeps since it raised"
         )
         self._queues.end(request, RequestStatus.FINISHED_ERROR, error)
 
@@ -226,13 +268,14 @@ class StepPlanner:
         self.num_cached_tokens += num_cached
         self.num_external_tokens += num_external
 
-    def _start(self, request: Request, computed: int, start: int, count: int, plan: _Plan) -> None:
-        """Put an admitted request into the step: KV up to `computed` is there, up to `start` is promised, `count` tokens are computed."""
+    def _start(self, request: Request, computed: int, start: int, count: int, plan: _Plan, fault: str | None) -> None:
+        """Put an admitted request into the step: KV up to `computed` is there, up to `start` is promised, `count` tokens are computed.
+        fault: why the promise will not be kept, if that is so."""
         self._queues.run(request)
         if start > computed:
             first = computed // self._blocks.block_size
             block_ids = tuple(request.block_ids[first : self._blocks.num_blocks_for(start)])
-            plan.promises.append(LoadPromise(request.request_id, computed, start, block_ids))
+            plan.promises.append(LoadPromise(request.request_id, computed, start, block_ids, fault))
         request.num_computed_tokens = start
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()

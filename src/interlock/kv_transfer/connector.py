@@ -250,8 +250,11 @@ class KVConnector(ABC):
 
     def get_transfer_results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
         """As `get_finished`, and can name failures."""
-        sending, recving = self.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(frozenset(sending or ()), frozenset(recving or ()))
+        answer: Any = self.get_finished(finished_req_ids)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise TypeError(f"get_finished returned {answer!r}, expected (finished_sending, finished_recving)")
+        sending, recving = (frozenset() if ids is None else ids for ids in answer)
+        return KVConnectorTransferResults(sending, recving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Local blocks whose load failed since the last call."""

@@ -7,7 +7,7 @@ from typing import Any
 from interlock.core.errors import LifecycleError
 from interlock.core.forward_context import AttentionMetadata, ForwardContext
 from interlock.core.step import SchedulerOutput
-from interlock.kv_transfer.lifecycle import StepBatch
+from interlock.kv_transfer.connector_step import StepBatch
 
 
 class InertKVStepDriver:
@@ -19,6 +19,9 @@ class InertKVStepDriver:
 
     def no_forward(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: StepBatch) -> None:
         """See `KVStepDriver.no_forward`."""
+
+    def take_abort_report(self) -> None:
+        """Nothing is left behind."""
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ Transports report ends of transfers from any thread; the ledger alone says that 
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from interlock.core.errors import KVTransferError
@@ -49,7 +49,7 @@ class Ledger:
 
     # ---- the step's side
 
-    def open_step(self, step: int, promises: Iterable[LoadPromise], timeout: float) -> None:
+    def open_step(self, step: int, promises: Collection[LoadPromise], timeout: float) -> None:
         """Begin a step: everything in `promises` must land within `timeout` seconds. Stamps only grow."""
         with self._condition:
             if step <= self._last_step:
@@ -59,6 +59,9 @@ class Ledger:
                 self._add_promise(record, promise)
             self._last_step = step
             self._steps[step] = record
+            for promise in promises:
+                if promise.void is not None:
+                    self.fail_promise(step, promise.req_id, promise.void)
 
     def wait_layer(self, step: int, layer: int) -> bool:
         """Wait until all that `step` was promised of `layer` has ended, or the deadline. True: all of it landed.

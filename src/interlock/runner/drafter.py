@@ -7,8 +7,8 @@ from interlock.core.buffer import Buffer
 from interlock.graphs import timeline
 from interlock.graphs.stream import Stream, raise_for_status
 from interlock.graphs.timeline import Timelines
+from interlock.kv_transfer.connector_step import KVStep
 from interlock.kv_transfer.inert_lifecycle import InertKVStep
-from interlock.kv_transfer.lifecycle import KVStep
 from interlock.runner.input_batch import PreparedBatch
 
 

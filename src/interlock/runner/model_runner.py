@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from interlock.core.config import EngineConfig
 from interlock.core.forward_context import BatchDescriptor, ForwardContext
-from interlock.core.step import ModelRunnerOutput, SchedulerOutput
+from interlock.core.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from interlock.graphs.program import Program
 from interlock.graphs.stream import raise_for_status
 from interlock.kv_transfer.clock import Clock
@@ -81,6 +81,10 @@ class ModelRunner:
             self._input_batch.append_sampled(sampled)
             connector_output = kv.post_forward(scheduler_output.finished_req_ids)
         return ModelRunnerOutput(scheduler_output.step, sampled, sampled_logprobs(batch), connector_output, descriptor.cg_mode, failed)
+
+    def take_abort_report(self) -> KVConnectorOutput | None:
+        """What the connector's part of a step that has just failed has left behind, once; None if it never heard of the step."""
+        return self._kv.take_abort_report()
 
     def _step_without_tokens(self, context: ForwardContext, scheduler_output: SchedulerOutput, batch: PreparedBatch) -> ModelRunnerOutput:
         """The connector's lifecycle alone; before it, if other ranks have tokens, a forward pass with no live row, which writes nothing."""
