@@ -16,8 +16,9 @@ def test_arguments_come_first_then_files_each_a_whole_prompt(tmp_path: Path) -> 
     assert read_prompts(["one"], [file]) == ["one", "two\nlines\n"]
 
 
-def test_each_line_of_a_jsonl_file_is_a_prompt_in_any_of_its_forms(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
+@pytest.mark.parametrize("name", ["prompts.jsonl", "PROMPTS.JSONL"])
+def test_each_line_of_a_jsonl_file_is_a_prompt_in_any_of_its_forms(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
     file.write_text('"text"\n\n[1, 2]\n{"prompt": "more", "cache_salt": "s"}\n{"prompt_token_ids": [3], "prompt": "its text"}\n')
     objects = [{"prompt": "more", "cache_salt": "s"}, {"prompt_token_ids": [3], "prompt": "its text"}]
     assert read_prompts(None, [file]) == ["text", [1, 2], *objects]

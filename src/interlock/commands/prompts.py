@@ -25,7 +25,7 @@ def read_prompts(arguments: Sequence[str] | None, files: Sequence[Path] | None) 
     """
     prompts: list[Prompt] = [_checked(argument, f"argument {number}") for number, argument in enumerate(arguments or (), 1)]
     for path in files or ():
-        read = _json_lines(path) if path.suffix == ".jsonl" else [_checked(_read(path), f"the prompt file {path}")]
+        read = _json_lines(path) if path.suffix.lower() == ".jsonl" else [_checked(_read(path), f"the prompt file {path}")]
         if not read:
             raise RequestError(f"the prompt file {path} has no line that is a prompt, expected at least one")
         prompts += read
