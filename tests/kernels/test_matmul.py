@@ -12,6 +12,7 @@ from products import bits, inputs_of, random_weight, run_product
 
 from interlock.kernels import catalog, slot
 from interlock.kernels.compile_cache import cache_directory, entry_path
+from interlock.kernels.cpu import emit
 from interlock.kernels.cpu.simd import fma
 from interlock.kernels.cpu.tiles import tile_shapes
 from interlock.kernels.formats import ELEMENT_BYTES, GROUP, LANES, MAX_TILE_ROWS, WEIGHT_FORMATS, pack, pack_gate_up, unpack_reference
@@ -202,6 +203,14 @@ def test_avx2_and_the_host_give_the_same_bits(tmp_path):
     script = "import json, test_matmul; print(json.dumps(test_matmul.probe()))"
     other = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(other.stdout) == probe()
+
+
+@pytest.mark.parametrize("triple", ["aarch64-unknown-linux-gnu", "arm64-apple-darwin24.1.0"])
+def test_an_arm_cpu_has_neon_although_its_system_lists_no_features(monkeypatch, triple):
+    monkeypatch.setattr(emit.llvm, "get_process_triple", lambda: triple)
+    monkeypatch.setattr(emit.config, "CPU_FEATURES", "-sve")
+    assert "neon" in emit.target_features()
+    assert tile_shapes("q4_1")[0].rows == 1
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[function.name for function in FUNCTIONS])

@@ -11,9 +11,13 @@ _i64 = ir.IntType(64)
 
 
 def target_features() -> set[str]:
-    """Names of the features of the CPU that Numba compiles for: this one, unless it was told otherwise."""
+    """Names of the features of the CPU that Numba compiles for: this one, unless it was told otherwise.
+
+    Every 64-bit ARM CPU has NEON, whether or not the system lists it.
+    """
     described = config.CPU_FEATURES or llvm.get_host_cpu_features().flatten()
-    return {feature[1:] for feature in described.split(",") if feature.startswith("+")}
+    features = {feature[1:] for feature in described.split(",") if feature.startswith("+")}
+    return features | ({"neon"} if llvm.get_process_triple().startswith(("aarch64", "arm64")) else set())
 
 
 def integer(value: int) -> Any:

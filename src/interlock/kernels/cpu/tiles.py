@@ -13,14 +13,13 @@ Inputs arrive as group chunks: `[rows][32]` float32, then the rows' sums of the 
 from dataclasses import dataclass
 from typing import Any, Final
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.extending import intrinsic
 
 from interlock.core.buffer import ALIGNMENT
 from interlock.core.errors import CompileError
+from interlock.kernels.cpu.emit import target_features
 from interlock.kernels.cpu.simd import LANES, declare, f32x16, pointer, splat_value
 from interlock.kernels.formats import GROUP, PANEL, QUANT_BYTES, SCALE_BYTES, group_nbytes
 
@@ -59,7 +58,7 @@ def tile_shapes(fmt: Any) -> tuple[TileShape, ...]:
     A tile of r rows and h halves keeps r * h * width accumulators of 16 lanes: one register each with AVX-512, two with AVX2, four
     with NEON. Raises CompileError for a CPU without fused multiply-add, which the law of the products needs.
     """
-    features = _target_features()
+    features = target_features()
     ahead = PREFETCH_BYTES
     if "avx512f" in features:
         width = 2 if fmt in FOUR_BITS else 1  # 4-bit weights arrive fast enough for the latency of one chain of additions to show
@@ -69,11 +68,6 @@ def tile_shapes(fmt: Any) -> tuple[TileShape, ...]:
         raise CompileError("this CPU has no fused multiply-add, which Interlock's products need: expected AVX2 with FMA, AVX-512, or NEON")
     few = (TileShape(1, 2, prefetch=ahead), TileShape(2, 2, totals_in_registers=False, prefetch=ahead))
     return (*few, TileShape(4, 1, totals_in_registers=False), TileShape(6, 1, totals_in_registers=False))
-
-
-def _target_features() -> set[str]:
-    described = config.CPU_FEATURES or llvm.get_host_cpu_features().flatten()
-    return {feature[1:] for feature in described.split(",") if feature.startswith("+")}
 
 
 def make_tile(fmt: Any, shape: TileShape) -> Any:
