@@ -54,7 +54,18 @@ BETWEEN_LAYERS = {"wait_for_layer_load", "save_kv_layer"}
 
 # What is no answer; of the methods whose answer does not count, anything.
 WRONG_ANSWERS = {
-    "get_num_new_matched_tokens": [None, 8, (8.0, False), ("8", False), (-5, False), (True, False), (8, "no"), (8, False, 0)],
+    "get_num_new_matched_tokens": [
+        None,
+        8,
+        (8.0, False),
+        ("8", False),
+        (-5, False),
+        (32, False),
+        (10**9, True),
+        (True, False),
+        (8, "no"),
+        (8, False, 0),
+    ],
     "build_connector_meta": [None, 7],
     "request_finished": [None, True, (True,), ("yes", None), (False, "params"), (False, {1: 2})],
     "has_pending_push_work": [None, "yes"],

@@ -257,7 +257,7 @@ class Overlap:
     written: Timelines
     stamp: int
     timeout: float
-    submitted: threading.Event
+    submitted: threading.Event = threading.Event()
     seen: bool | None
 
     @classmethod

@@ -193,8 +193,8 @@ class Scheduler:
         self._end_doubt(output, report)
 
     def _begin_doubt(self, output: SchedulerOutput, report: KVConnectorOutput) -> None:
-        """Before blocks of the step are given back: its orders may come to the connector yet if they have not now."""
-        if report.fault is not None:
+        """Before blocks of the step are given back: its loads may be ordered yet if they have not been now."""
+        if report.fault is not None and (output.load_promises or output.async_load_req_ids):
             self.blocks.begin_doubt()
             for promise in output.load_promises:
                 self.blocks.hold_in_doubt(output.step, promise.block_ids)

@@ -101,7 +101,7 @@ class StepPlanner:
         self._queues.finished_req_ids |= finished
         told = [block_id for promise in plan.promises for block_id in promise.block_ids]
         told += plan.admitting.block_ids if plan.admitting is not None and plan.admitting.request_id not in plan.parked else []
-        if self._connector is not None:
+        if self._connector is not None and (told or plan.parked):
             self._blocks.begin_doubt()
             self._blocks.hold_in_doubt(plan.step, told)
         for request in list(self._queues.requests.values()):

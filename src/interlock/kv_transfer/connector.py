@@ -141,6 +141,7 @@ class KVConnector(ABC):
     @abstractmethod
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(n, is_async)`: positions [num_computed_tokens, num_computed_tokens + n) can be loaded now. n None: not known yet, ask again.
+        At most `request.num_tokens - num_computed_tokens`; the request's last token is computed here in any case.
 
         No side effects: the allocation may still fail. `is_async` is False when n is 0.
         """

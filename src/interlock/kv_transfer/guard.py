@@ -108,13 +108,14 @@ def read_bool(answer: Any) -> bool:
     return bool(answer) if isinstance(answer, (bool, np.bool_)) else expect("True or False")
 
 
-def read_matched(answer: Any) -> tuple[int | None, bool]:
-    """`(n, is_async)` of a lookup; n is None or at least 0."""
+def read_matched(answer: Any, most: int) -> tuple[int | None, bool]:
+    """`(n, is_async)` of a lookup; n is None or between 0 and `most`, the positions that are left of the request."""
+    expected = f"(a number of positions from 0 to {most} or None, is_async)"
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        expect("(number of positions or None, is_async)")
+        expect(expected)
     found, is_async = answer
-    if found is not None and (isinstance(found, bool) or not isinstance(found, Integral) or found < 0):
-        expect("a number of positions, at least 0, or None, and is_async")
+    if found is not None and (isinstance(found, bool) or not isinstance(found, Integral) or not 0 <= int(found) <= most):
+        expect(expected)
     return None if found is None else int(found), read_bool(is_async)
 
 

@@ -43,7 +43,7 @@ class SchedulerGuard:
             "get_num_new_matched_tokens",
             request,
             num_computed_tokens,
-            read=read_matched,
+            read=lambda answer: read_matched(answer, request.num_tokens - num_computed_tokens),
             otherwise=nothing,
             cost="it counts as no match",
             about=_request(request),
