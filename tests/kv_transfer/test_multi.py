@@ -58,6 +58,21 @@ def test_as_long_as_one_does_not_know_nobody_loads_and_who_has_answered_is_not_a
     assert multi.get_num_new_matched_tokens(request, 0) == (None, False), "an answer is not kept beyond its question"
 
 
+@pytest.mark.parametrize(("now", "answer", "owner"), [((4, True), (6, False), 0), ((0, False), (6, False), 0), ((7, True), (7, True), 1)])
+def test_a_hit_that_was_found_before_the_others_knew_theirs_is_asked_for_again_before_it_is_relied_upon(now, answer, owner):
+    multi, (slow, quick) = make(KVConnectorRole.SCHEDULER, "Child", "Child")
+    slow.offer, quick.offer = (None, False), (8, True)
+    request = Request("r", list(range(12)), 12)
+    assert multi.get_num_new_matched_tokens(request, 0) == (None, False)
+    slow.offer, quick.offer = (6, False), (None, False)
+    assert multi.get_num_new_matched_tokens(request, 0) == (None, False), "it does not know any more"
+    assert len(slow.named("asked")) == 2
+    quick.offer = now
+    assert multi.get_num_new_matched_tokens(request, 0) == answer
+    multi.update_state_after_alloc(request, [1, 2, 3], answer[0])
+    assert multi.scheduler_half.owner("r") == owner
+
+
 def test_an_answer_for_another_local_prefix_is_not_used():
     multi, (slow, quick) = make(KVConnectorRole.SCHEDULER, "Child", "Child")
     slow.offer, quick.offer = (None, False), (8, True)

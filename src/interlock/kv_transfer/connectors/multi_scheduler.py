@@ -27,7 +27,7 @@ class MultiSchedulerHalf:
     def __init__(self, children: Sequence[KVConnector], block_size: int) -> None:
         self._children = children
         self._block_size = block_size
-        self._answers: dict[str, tuple[int, dict[int, tuple[int, bool]]]] = {}
+        self._answers: dict[str, tuple[int, dict[int, _Match]]] = {}
         self._offers: dict[str, int] = {}
         self._owners: dict[str, int] = {}
         self._allocated: set[str] = set()
@@ -46,25 +46,24 @@ class MultiSchedulerHalf:
 
     def num_matched(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The longest of the children's hits; of equal ones the first. A request that has loaded before is not brought to a child whose
-        loads cannot be repeated."""
+        loads cannot be repeated. A hit that was found before all others knew theirs is asked for again before it is relied upon."""
         req_id = request.request_id
         asked_from, answers = self._answers.pop(req_id, (num_computed_tokens, {}))
         if asked_from != num_computed_tokens:
             answers = {}
-        unknown, nothing = False, _Match(0, False)
-        for index, child in enumerate(self._children):
-            if index in answers or (req_id in self._allocated and not child.load_is_repeatable):
-                continue
-            found, is_async = ask(child, partial(_matched, child, request, num_computed_tokens), nothing)
-            if found is None:
-                unknown = True
-            else:
-                answers[index] = found, is_async
-        if unknown:
-            self._answers[req_id] = num_computed_tokens, answers  # who has answered is not asked again until all have
-            return None, False
-        best = max(answers, key=lambda index: (answers[index][0], -index), default=None)
-        if best is None or answers[best][0] == 0:
+        best: int | None = None
+        to_ask = {index for index, child in enumerate(self._children) if req_id not in self._allocated or child.load_is_repeatable} - set(answers)
+        asked: set[int] = set()
+        while to_ask:
+            asked |= to_ask
+            answers = {**answers, **{index: self._match(index, request, num_computed_tokens) for index in sorted(to_ask)}}
+            known = {index: answer for index, answer in answers.items() if answer.num_tokens is not None}
+            if len(known) < len(answers):
+                self._answers[req_id] = num_computed_tokens, known  # these are not asked again until all have answered
+                return None, False
+            best = min(answers, key=lambda index: (-(answers[index].num_tokens or 0), index))
+            to_ask = {best} - asked if answers[best].num_tokens else set()
+        if best is None or not answers[best].num_tokens:
             self._offers.pop(req_id, None)
             return 0, False
         self._offers[req_id] = best
@@ -135,6 +134,10 @@ class MultiSchedulerHalf:
         reports = dict(zip(self._children, meta.children, strict=True))
         call_all(self._children, lambda child: child.update_connector_output(_seen_by(reports[child], output)))
 
+    def _match(self, index: int, request: ConnectorRequest, num_computed_tokens: int) -> _Match:
+        child = self._children[index]
+        return ask(child, partial(_matched, child, request, num_computed_tokens), _Match(0, False))
+
     @property
     def has_news(self) -> bool:
         """Whether steps are needed even if no request runs."""
@@ -143,7 +146,7 @@ class MultiSchedulerHalf:
 
 def _matched(child: KVConnector, request: ConnectorRequest, num_computed_tokens: int) -> _Match:
     found, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
-    return _Match(found, is_async)
+    return _Match(None if found is None else max(0, found), is_async)
 
 
 def _seen_by(report: ChildReport, output: KVConnectorOutput) -> KVConnectorOutput:
