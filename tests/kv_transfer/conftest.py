@@ -20,8 +20,12 @@ def held_descriptors():
 
 @pytest.fixture
 def transport(request):
-    """Which transport the engines of a test use: parametrized indirectly, shared memory otherwise."""
-    return getattr(request, "param", "shared_memory")
+    """Which transport the engines of a test use: parametrized indirectly, shared memory otherwise. 'tcp' is NIXL over TCP."""
+    chosen = getattr(request, "param", "shared_memory")
+    with pytest.MonkeyPatch.context() as patch:
+        if chosen == "tcp":
+            patch.setenv("UCX_TLS", "tcp,self")
+        yield "nixl" if chosen == "tcp" else chosen
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 import dataclasses
 import multiprocessing
+import os
+import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +28,17 @@ from interlock.kv_transfer.transports.shared_memory import allocate_pool
 MINE, THEIRS = list(range(100, 112)), list(range(200, 212))
 MY_BLOCKS, THEIR_BLOCKS = [1, 2, 3], [4, 5, 6]
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+LOOPBACK_6 = "::1" if has_ipv6() else "127.0.0.1"
 
 
 class PeerEngine:
@@ -212,6 +226,7 @@ class ProducerProcess:
 
     def stop(self) -> None:
         if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
             self.pipe.send(("stop",))
         self.process.join()
         self.pipe.close()

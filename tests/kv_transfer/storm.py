@@ -6,7 +6,9 @@
 import argparse
 import logging
 import multiprocessing
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' own modules,
 from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
 
-CONFIGURATIONS = [(transport, mode) for mode in ("read", "write") for transport in ("shared_memory", "nixl")]
+TCP = "nixl over tcp"
+CONFIGURATIONS = [(transport, mode) for mode in ("read", "write") for transport in ("shared_memory", "nixl", TCP)]
 VICTIMS = ("prefill", "decode")
 MAX_TOKENS = 6
 NUM_PROMPTS = 24
@@ -56,9 +59,10 @@ def engine_options(model: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def engine_process(pipe: Connection, options: dict[str, Any]) -> None:
+def engine_process(pipe: Connection, environment: dict[str, str], options: dict[str, Any]) -> None:
     """Serve ('generate', id, tokens, max_tokens, kv_transfer_params), ('abort', id), ('audit',), ('stop',) until the parent is gone."""
     logging.disable(logging.WARNING)  # lost peers are what this is about
+    os.environ.update(environment)
     with LLM(**options) as llm:
         core, requests, auditing = llm.core, {}, False
         pipe.send(("ready",))
@@ -105,8 +109,9 @@ def answer(request: Any) -> list[tuple[int, str]]:
 class Engine:
     """One engine process."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         self.name = name
+        self.environment = environment or {}
         self.pending: set[str] = set()
         self.options = options
         self.start()
@@ -116,7 +121,8 @@ class Engine:
         self.pipe, child = spawn.Pipe()
         transfer = self.options["kv_transfer_config"] | {"engine_id": f"{self.name}-{uuid.uuid4().hex}"}
         self.engine_id = transfer["engine_id"]
-        self.process = spawn.Process(target=engine_process, args=(child, self.options | {"kv_transfer_config": transfer}), daemon=True)
+        options = self.options | {"kv_transfer_config": transfer}
+        self.process = spawn.Process(target=engine_process, args=(child, self.environment, options), daemon=True)
         self.process.start()
         child.close()
 
@@ -178,7 +184,8 @@ class Storm:
         self.count = 0
         self.seen_failed_loads = 0
         self.of: dict[str, int] = {}
-        extra = {"mode": mode, "transport": transport, "lease_seconds": LEASE_SECONDS, "handshake_timeout": 1.0}
+        environment = {"UCX_TLS": "tcp,self"} if transport == TCP else {}
+        extra = {"mode": mode, "transport": "nixl" if transport == TCP else transport, "lease_seconds": LEASE_SECONDS, "handshake_timeout": 1.0}
         self.engines = {}
         own = {"prefill": dict(prefill), "decode": dict(decode)}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
@@ -190,7 +197,7 @@ class Storm:
             }
             common = {"kv_transfer_config": transfer, "kv_load_timeout": LOAD_SECONDS, "enable_prefix_caching": name == "prefill"}
             options = engine_options(model, **(common | own[name]))
-            self.engines[name] = Engine(name, options)
+            self.engines[name] = Engine(name, options, environment)
         for engine in self.engines.values():
             engine.wait_ready()
 
@@ -240,6 +247,37 @@ class Storm:
             self.seen_failed_loads = 0
         self.engines[victim].start()
         self.engines[victim].wait_ready()
+
+    def halt(self, victim: str) -> None:
+        """Load, and an engine that stands still at a random moment of it, alive; what the other one makes of it, and then both."""
+        survivor = "decode" if victim == "prefill" else "prefill"
+        for _ in range(IN_FLIGHT):
+            self.submit()
+        enough = self.outcome.requests + self.rng.randrange(1, IN_FLIGHT)
+        while self.outcome.requests < enough:
+            self.pump(PATIENCE_SECONDS)
+        os.kill(self.engines[victim].process.pid, signal.SIGSTOP)
+        try:
+            for number in range(4):  # that need nobody else
+                self.count += 1
+                self.of[f"own{self.count}"] = number
+                self.engines[survivor].generate(f"own{self.count}", self.prompts[number], MAX_TOKENS, None)
+            began = time.monotonic()
+            while self.engines[survivor].pending:
+                hang = f"{sorted(self.engines[survivor].pending)} of the {survivor} engine hang while {victim} stands still"
+                assert time.monotonic() < began + PATIENCE_SECONDS, hang
+                self.pump(1.0)
+            self.outcome.slowest = max(self.outcome.slowest, time.monotonic() - began)
+        finally:
+            os.kill(self.engines[victim].process.pid, signal.SIGCONT)
+        self.finish(survivor, victim)
+        self.finish(victim)  # what the first one's last answers began
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while missing := [name for name in self.engines if self.missing(name)]:
+            assert time.monotonic() < deadline, f"blocks of {missing} are not back"
+            self.submit()  # its steps take in what was heard of the stopped engine
+            self.finish("prefill", "decode")
+            self.finish("decode")
 
     def submit(self) -> None:
         self.count += 1
@@ -299,19 +337,28 @@ class Storm:
             if decode.process.is_alive():
                 decode.generate(request_id, self.prompts[self.of[request_id]], MAX_TOKENS, params)
 
-    def settle(self, *names: str) -> None:
-        """The engines end all that they have, and every block is back."""
+    def finish(self, *names: str) -> None:
+        """The engines end all that they have."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while any(self.engines[name].pending for name in names):
             assert time.monotonic() < deadline, f"requests {[sorted(self.engines[name].pending) for name in names]} hang"
             self.pump(1.0)
+
+    def missing(self, name: str) -> int:
+        """How many blocks of an engine that has nothing to do are not back."""
+        self.engines[name].pipe.send(("audit",))
+        _, home, total, failed_loads = self.engines[name].receive("audit")
+        if name == "decode":
+            self.outcome.failed_loads += failed_loads - self.seen_failed_loads
+            self.seen_failed_loads = failed_loads
+        return total - home
+
+    def settle(self, *names: str) -> None:
+        """The engines end all that they have, and every block is back."""
+        self.finish(*names)
         for name in names:
-            self.engines[name].pipe.send(("audit",))
-            _, home, total, failed_loads = self.engines[name].receive("audit")
-            assert home == total, f"{total - home} of {total} blocks of the {name} engine are not back"
-            if name == "decode":
-                self.outcome.failed_loads += failed_loads - self.seen_failed_loads
-                self.seen_failed_loads = failed_loads
+            missing = self.missing(name)
+            assert not missing, f"{missing} blocks of the {name} engine are not back"
 
     def close(self) -> None:
         for engine in self.engines.values():

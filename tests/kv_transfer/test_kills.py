@@ -3,7 +3,7 @@
 import pytest
 from storm import CONFIGURATIONS, Storm
 
-KILLS = dict(zip(CONFIGURATIONS, (3, 2, 2, 3), strict=True))
+KILLS = dict(zip(CONFIGURATIONS, (3, 2, 2, 2, 3, 2), strict=True))
 
 
 @pytest.mark.parametrize(("transport", "mode"), CONFIGURATIONS)

@@ -16,9 +16,10 @@ MODES = [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL]
 TOKENS = list(range(100, 113))
 
 over_both_transports = pytest.mark.parametrize("transport", ["shared_memory", "nixl"], indirect=True)
+over_all_transports = pytest.mark.parametrize("transport", ["shared_memory", "nixl", "tcp"], indirect=True)
 
 
-@over_both_transports
+@over_all_transports
 @pytest.mark.parametrize("mode", MODES)
 def test_exactly_the_promised_positions_are_read(engines, mode):
     producer, consumer = engines(), engines()
@@ -120,7 +121,7 @@ def test_a_request_that_has_been_read_does_not_ask_again(engines):
     assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-@over_both_transports
+@over_all_transports
 def test_several_requests_may_read_one_reference_at_once_and_none_afterwards(engines):
     producer, consumer = engines(), engines()
     producer.fill(1)
@@ -322,7 +323,7 @@ def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
 
 
 class TestProcesses:
-    @over_both_transports
+    @over_all_transports
     @pytest.mark.parametrize("mode", MODES)
     def test_reads_between_two_processes(self, engines, producer_process, mode):
         consumer = engines()
@@ -349,7 +350,7 @@ class TestProcesses:
         assert "connection" in result[0].load_errors["d"]
         assert result[0].invalid_block_ids == {1, 6, 3}
 
-    @over_both_transports
+    @over_all_transports
     def test_a_producer_killed_before_the_read_is_a_failure(self, engines, producer_process):
         consumer = engines()
         params = producer_process.ask("prefill", "p", TOKENS[:12], [5, 2, 7])
@@ -387,13 +388,13 @@ class TestGenerationsOverBothTransports:
         thread.join()
         return result[0], expected, consumer.positions([1, 2], 0, 7)
 
-    @over_both_transports
+    @over_all_transports
     def test_it_is_noticed(self, engines, transport, monkeypatch):
         output, _, _ = self.read(engines, transport, monkeypatch)
         assert "generation" in output.load_errors["d"]
         assert output.invalid_block_ids == {1, 2}
 
-    @over_both_transports
+    @over_all_transports
     def test_without_the_generations_it_would_be_accepted(self, engines, transport, monkeypatch):
         monkeypatch.setattr("interlock.kv_transfer.transports.peer_client.PeerPool.confirm", lambda *_args: None)
         output, expected, read = self.read(engines, transport, monkeypatch)

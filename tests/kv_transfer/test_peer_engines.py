@@ -1,7 +1,7 @@
 """Prefill and decode engines in two processes: the same bits as one undisturbed engine, whatever moves the KV, and when."""
 
 import pytest
-from storm import Storm
+from storm import TCP, Storm
 
 AT_GATES = {"max_sync_load_seconds": float("inf")}
 PARKED = {"max_sync_load_seconds": 1e-9}
@@ -19,6 +19,8 @@ CASES = {
         {"kv_cache_memory_bytes": 448 * 1024, "enable_prefix_caching": False},
         {},
     ),
+    "pull over tcp at gates": (TCP, "read", {}, {}),
+    "push over tcp at gates": (TCP, "write", {}, AT_GATES),
     "push while prefill is short of blocks": (
         "shared_memory",
         "write",

@@ -21,7 +21,7 @@ from interlock.core.errors import RequestError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.kv_transfer.clock import VirtualClock
 
-pytestmark = pytest.mark.parametrize("transport", ["shared_memory", "nixl"], indirect=True)
+pytestmark = pytest.mark.parametrize("transport", ["shared_memory", "nixl", "tcp"], indirect=True)
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (4, 8), (2, 4)])
@@ -158,7 +158,11 @@ def test_a_prefill_that_ends_badly_fails_the_load(push_pair, reason):
     consumer.step()
     prefill = Prefill(producer)
     prefill.chunk(5)
-    assert prefill.finish(reason) == (False, None)
+    prefill.request.finish_reason = reason
+    assert producer.scheduler.request_finished(prefill.request, BLOCKS) == (True, None)  # they may be being read
+    assert producer.scheduler.has_pending_push_work()
+    prefill.wait_end()
+    assert not producer.scheduler.has_pending_push_work()
     assert wait_received(consumer).failed_recving == {"d"}
     assert not consumer.worker._worker_half.receiver._incoming
 

@@ -20,7 +20,7 @@ from interlock.kv_transfer.clock import MonotonicClock
 from interlock.kv_transfer.handshake import PROTOCOL_VERSION, Done, Heartbeat, Hello, Leases, Refused, Welcome, decode, describe_pool, encode
 from interlock.kv_transfer.leases import LeaseTable
 from interlock.kv_transfer.transports import channel as channel_module
-from interlock.kv_transfer.transports.channel import Channel, address, check_same_user
+from interlock.kv_transfer.transports.channel import Channel, address, check_same_user, listen
 from interlock.kv_transfer.transports.desk import PeerDesk
 from interlock.kv_transfer.transports.local import SharedMemoryTransport
 from interlock.kv_transfer.transports.peer_client import PeerPool
@@ -42,7 +42,7 @@ def served():
     leases = LeaseTable(MonotonicClock(), 30.0)
     offsets = [i * CONFIG.layer_bytes for i in range(CONFIG.num_layers)]
     desk = PeerDesk(make_welcome(engine_id, 5, POOL, pool.buffer.nbytes, offsets), "shared_memory", leases)
-    server = PoolServer(engine_id, 0, (pool.fd, control.fd), desk)
+    server = PoolServer(listen(engine_id, 0), check_same_user, desk, (pool.fd, control.fd))
     yield engine_id, desk, leases
     server.close()
     control.close()

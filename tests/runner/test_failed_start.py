@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_options_that_a_connector_refuses_are_refused_before_a_pool_is_allocated
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_an_engine_id_that_another_engine_has_leaks_nothing_and_harms_nobody(model):
-    transfer = PEER | {"engine_id": "test-failed-start"}
+    transfer = PEER | {"engine_id": f"test-{uuid.uuid4().hex}"}
     first = EngineCore(config_of(model, transfer))
     before = held()
     for _ in range(STARTS):

@@ -14,7 +14,7 @@ from interlock.core.config import KVCacheConfig
 from interlock.core.errors import KVTransferError, PeerMismatchError
 from interlock.kv_transfer.references import KEY_BYTES, MAX_EPOCH
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 LAYOUT = "LBKHSD"  # layer, block, key or value, head, slot, dimension
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOCKS = 1 << 16  # of one announcement
@@ -167,9 +167,10 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag="cancelled"):
-    """Nothing that was posted for the announcement can write any more."""
+    """Nothing more is pushed for the announcement. ended: nothing that was posted for it can write any more; until then, ask again."""
 
     nonce: _Stamp
+    ended: bool = True
 
 
 Message = Hello | Challenge | Proof | Welcome | Refused | Heartbeat | Leases | Done | Announce | Announced | Pushed | PushEnded | Cancel | Cancelled

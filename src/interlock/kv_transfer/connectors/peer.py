@@ -53,6 +53,7 @@ class PeerConnector(KVConnector):
             self._scheduler = PeerSchedulerHalf(self.kv_transfer_config, kv_cache_config, lease, config.max_sync_load_seconds, options.push)
         else:
             self._worker = PeerWorkerHalf(self.kv_transfer_config, kv_cache_config, self.clock, options, config.kv_load_timeout, self.copy)
+            self.progresses_by_itself = self._worker.progresses_by_itself
 
     @classmethod
     def check_options(cls, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -41,6 +41,7 @@ class PeerConsumer:
         self._kept: list[RemoteReference] = []
         self._released: list[RemoteReference] = []
         self._cancelled: list[str] = []
+        self._ending: set[str] = set()
 
     def add(self, request: ConnectorRequest) -> None:
         """Raises RequestError for a reference that cannot be used."""
@@ -82,12 +83,14 @@ class PeerConsumer:
         wanted = self._wanted.get(request_id)
         if wanted is not None and wanted.parked and wanted.started:
             self._cancelled.append(request_id)
+            self._ending.add(request_id)
         else:
             self.release(request_id)
 
     def release(self, request_id: str) -> None:
         """The request wants its reference no longer: it has been read, or is not going to be."""
         wanted = self._wanted.pop(request_id, None)
+        self._ending.discard(request_id)
         if wanted is None:
             return
         reference = wanted.reference
@@ -135,8 +138,8 @@ class PeerConsumer:
 
     @property
     def has_news(self) -> bool:
-        """Whether the worker half must hear something even if no request runs."""
-        return bool(self._kept or self._released or self._cancelled)
+        """Whether the worker half must hear something even if no request runs, or is expected to say something."""
+        return bool(self._kept or self._released or self._cancelled or self._ending)
 
     def _parks(self, num_tokens: int) -> bool:
         limit = self._max_sync_load_seconds

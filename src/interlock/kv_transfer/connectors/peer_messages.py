@@ -44,12 +44,21 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedPush:
+    """A transfer that will never be complete, and why. request_id: whose blocks are kept until nothing reads them; None: nobody's."""
+
+    transfer: TransferName
+    cause: str
+    request_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PeerMetadata:
     """Scheduler half → worker half, with every step.
 
     loads: this step's reads; leases: that begin; generations: new ones, by block; kept: references whose leases are to be extended;
     released: references that are needed no longer; cancelled: requests that wait for their load no longer. chunks: to be pushed;
-    withdrawn: transfers whose blocks are given up for now; ended: transfers that will never be complete, each with the cause.
+    withdrawn: transfers whose blocks are given up for now; ended: transfers that will never be complete.
     """
 
     loads: tuple[PeerLoad, ...] = ()
@@ -60,7 +69,7 @@ class PeerMetadata:
     cancelled: tuple[str, ...] = ()
     chunks: tuple[PushChunk, ...] = ()
     withdrawn: tuple[TransferName, ...] = ()
-    ended: tuple[tuple[TransferName, str], ...] = ()
+    ended: tuple[RefusedPush, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The peer connector's `kv_connector_extra_config`, checked."""
 
+import ipaddress
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -48,6 +50,8 @@ class PeerOptions:
         for name in ("host", "secret", "ucx_tls"):
             value = extra.get(name, "x")
             _expect(name, value, isinstance(value, str) and (bool(value) or name == "ucx_tls"), "a text")
+        host = extra.get("host", "127.0.0.1")
+        _expect("host", host, not _is_wildcard(host), "an address at which peers reach this host, since it is told to them")
         port = extra.get("port", 0)
         _expect("port", port, isinstance(port, int) and not isinstance(port, bool) and 0 <= port < 65536, "a port number, or 0 for any")
         hosts = extra.get("allowed_hosts", LOOPBACK)
@@ -82,6 +86,13 @@ class PeerOptions:
             ucx_tls=SHARED_MEMORY_TLS if self.ucx_tls is None else self.ucx_tls,
             error_handling=self.ucx_error_handling,
         )
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return any(ipaddress.ip_address(str(entry[4][0])).is_unspecified for entry in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
+        return False
 
 
 def _is_number(value: object) -> bool:

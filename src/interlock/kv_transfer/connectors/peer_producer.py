@@ -12,7 +12,7 @@ from interlock.core.config import KVCacheConfig
 from interlock.core.errors import RequestError
 from interlock.core.step import SchedulerOutput
 from interlock.kv_transfer.connector import ConnectorRequest
-from interlock.kv_transfer.connectors.peer_messages import Lease, PushChunk
+from interlock.kv_transfer.connectors.peer_messages import Lease, PushChunk, RefusedPush
 from interlock.kv_transfer.references import RemoteReference, TransferName, sign, to_params, token_digest
 from interlock.kv_transfer.transfer_params import transfer_id_of
 
@@ -53,7 +53,8 @@ class PeerProducer:
         self._changed: dict[int, int] = {}
         self._chunks: list[PushChunk] = []
         self._withdrawn: list[TransferName] = []
-        self._ended: list[tuple[TransferName, str]] = []
+        self._ended: list[RefusedPush] = []
+        self._kept: set[str] = set()
 
     def learn(self, epoch: int | None, key: bytes, host: str | None, port: int | None) -> None:
         """The worker half has registered the pool."""
@@ -136,14 +137,20 @@ class PeerProducer:
 
     def refuse(self, request: ConnectorRequest, cause: str) -> None:
         """The request has ended otherwise: nothing more of it is pushed."""
-        push = self._pushes.pop(request.request_id, None)
-        if push is not None:
-            self._chunks = [chunk for chunk in self._chunks if chunk.transfer != push.name]
-            self._ended.append((push.name, cause))
-            self._let_go(push.blocks)
+        self._refuse(request, cause, None)
+
+    def refuse_running(self, request: ConnectorRequest, cause: str) -> bool:
+        """As `refuse`; whether its blocks have to be kept, since they may be being read: until the worker half reports the request."""
+        push = self._pushes.get(request.request_id)
+        held = push is not None and bool(push.blocks)
+        if held:
+            self._kept.add(request.request_id)
+        self._refuse(request, cause, request.request_id if held else None)
+        return held
 
     def end(self, request_id: str) -> None:
-        """A lease has ended; reports for unknown requests are ignored."""
+        """A lease has ended, or what was kept is not read any more; reports for unknown requests are ignored."""
+        self._kept.discard(request_id)
         self._leased_names.pop(request_id, None)
         self._let_go(self._leases.pop(request_id, ()))
 
@@ -167,7 +174,7 @@ class PeerProducer:
         withdrawn, self._withdrawn = tuple(self._withdrawn), []
         return withdrawn
 
-    def take_refused(self) -> tuple[tuple[TransferName, str], ...]:
+    def take_refused(self) -> tuple[RefusedPush, ...]:
         """Transfers that will never be complete, since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
@@ -175,12 +182,19 @@ class PeerProducer:
     @property
     def has_news(self) -> bool:
         """Whether steps are needed even if no request runs: a lease must be granted or watched, or something told."""
-        return bool(self._leases or self._changed or self._chunks or self._withdrawn or self._ended)
+        return bool(self._leases or self._kept or self._changed or self._chunks or self._withdrawn or self._ended)
 
     def _new_id(self, request: ConnectorRequest) -> str:
         """Not the request id alone: a notice that comes late or twice must not end the lease of a later request of the same id."""
         self._num_leases += 1
         return f"{request.request_id[:_MAX_ID]}:{self._num_leases}"
+
+    def _refuse(self, request: ConnectorRequest, cause: str, kept: str | None) -> None:
+        push = self._pushes.pop(request.request_id, None)
+        if push is not None:
+            self._chunks = [chunk for chunk in self._chunks if chunk.transfer != push.name]
+            self._ended.append(RefusedPush(push.name, cause, kept))
+            self._let_go(push.blocks)
 
     def _note(self, push: _Push, num_computed: int, stamp: int) -> None:
         stop = min(num_computed, push.request.num_prompt_tokens)

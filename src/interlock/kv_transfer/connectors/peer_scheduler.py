@@ -76,7 +76,6 @@ class PeerSchedulerHalf:
         if not wants_remote_decode(request.kv_transfer_params):
             return False, None
         if request.finish_reason not in ("stop", "length"):
-            self.producer.refuse(request, f"the prefill request ended with {request.finish_reason!r}")
-            return False, None
+            return self.producer.refuse_running(request, f"the prefill request ended with {request.finish_reason!r}"), None
         params = self.producer.grant(request, block_ids, now)
         return params is not None, params

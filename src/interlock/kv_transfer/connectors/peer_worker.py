@@ -14,7 +14,7 @@ from interlock.core.forward_context import ForwardContext
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.connector import KVConnectorTransferResults
-from interlock.kv_transfer.connectors.peer_messages import Lease, PeerLoad, PeerMetadata, PeerWorkerMeta
+from interlock.kv_transfer.connectors.peer_messages import Lease, PeerLoad, PeerMetadata, PeerWorkerMeta, RefusedPush
 from interlock.kv_transfer.connectors.peer_options import PeerOptions
 from interlock.kv_transfer.connectors.push_receiver import PushReceiver
 from interlock.kv_transfer.connectors.push_sender import PushSender
@@ -162,10 +162,16 @@ class PeerWorkerHalf:
         self._pool: KVPool | None = None
         self._written: Timelines | None = None
         self._control: ControlSegment | None = None
-        self._closers: list[Callable[[], None]] = [self._transport.close]
+        self._closers: list[Callable[[], None]] = []
         self._leased: dict[str, Lease] = {}
         self._ending: set[str] = set()
+        self._refused: list[RefusedPush] = []
         self._reported: dict[str, int] = {}
+
+    @property
+    def progresses_by_itself(self) -> bool:
+        """Whether bytes move without a call from the step's thread."""
+        return self._transport.progresses_by_itself
 
     def register_pool(self, pool: KVPool) -> None:
         """See `KVConnector.register_pool`."""
@@ -188,8 +194,7 @@ class PeerWorkerHalf:
         overwrites the block."""
         if self.sender is not None:
             self.sender.withdraw(metadata.withdrawn)
-            for transfer, reason in metadata.ended:
-                self.sender.end(transfer, reason)
+            self._refused += metadata.ended
         if self._control is not None:
             for block, generation in metadata.generations:
                 self._control.generations[block] = generation
@@ -210,18 +215,28 @@ class PeerWorkerHalf:
     def results(self) -> KVConnectorTransferResults:
         """See `KVConnector.get_transfer_results`. finished_sending: requests whose lease has ended."""
         received = self.consumer.take_results() if self.consumer is not None else KVConnectorTransferResults()
-        ended = []
+        ended = self._end_pushes()
         self._ending |= self.leases.take_ended()
         for signature in sorted(self._ending):
             lease = self._leased[signature]
-            if self.sender is not None and lease.transfer is not None:
-                if self.sender.is_busy(lease.transfer):
-                    continue  # its blocks are kept for as long as they are read
-                self.sender.end(lease.transfer, "the producer gave the blocks up before all were pushed")
+            cause = "the producer gave the blocks up before all were pushed"
+            if self.sender is not None and lease.transfer is not None and not self.sender.end(lease.transfer, cause):
+                continue  # its blocks are kept for as long as they are read
             self._ending.discard(signature)
             del self._leased[signature]
             ended.append(lease.request_id)
         return dataclasses.replace(received, finished_sending=frozenset(ended))
+
+    def _end_pushes(self) -> list[str]:
+        """End the pushes that will never be complete, as soon as nothing reads their blocks; whose blocks were kept for it."""
+        refused, self._refused = self._refused, []
+        ended = []
+        for push in refused:
+            if self.sender is not None and not self.sender.end(push.transfer, push.cause):
+                self._refused.append(push)
+            elif push.request_id is not None:
+                ended.append(push.request_id)
+        return ended
 
     def worker_meta(self) -> PeerWorkerMeta:
         """See `KVConnector.build_connector_worker_meta`."""
@@ -246,8 +261,10 @@ class PeerWorkerHalf:
 
     def close(self) -> None:
         """See `KVConnector.shutdown`. Readers that are still there find the epoch gone."""
+        self._transport.stop()
         while self._closers:
             self._closers.pop()()
+        self._transport.close()
 
     def _start(self, kv_caches: Mapping[str, Buffer]) -> None:
         missing = [name for name in self._config.layer_names if name not in kv_caches]
@@ -258,7 +275,7 @@ class PeerWorkerHalf:
         addresses = [kv_caches[name].address for name in config.layer_names]
         shape = PoolShape(addresses, config.block_size, config.num_kv_heads, config.head_dim * ITEM_SIZES[config.dtype])
         self._control = ControlSegment(config.num_blocks, self.epoch)
-        self._closers.append(self._control.close)
+        self._closers += [self._control.close, transport.close]
         transport.register(Registration(pool.buffer, self._control.buffer, (pool.fd, self._control.fd)), self._notified)
         secret = options.secret.encode() if options.secret is not None else None
         serves, reaches = self._transfer.is_producer or options.push, self._transfer.is_consumer or options.push
@@ -277,7 +294,8 @@ class PeerWorkerHalf:
             welcome = msgspec.structs.replace(transport.describe(welcome), key=self.key)
             pushed = self._pushed if options.push and self._transfer.is_consumer else None
             self.desk = PeerDesk(welcome, transport.kind, self.leases, secret=secret, pushes=self.sender, pushed=pushed)
-            self._closers.append(transport.serve(welcome, 0, self.desk).close)
+            # Closed when nothing of ours can write at a peer any more: a peer that finds nobody listening takes it that way.
+            self._closers.insert(1, transport.serve(welcome, 0, self.desk).close)
         if self._transfer.is_consumer and self.pools is not None:
             if options.push:
                 here = PeerAddress(self._transfer.engine_id, 0, transport.host, transport.port, self.epoch)

@@ -5,7 +5,6 @@ producer says that they are written in its own blocks, and they are copied from 
 """
 
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -21,7 +20,9 @@ from interlock.kv_transfer.handshake import Announce, Announced, Cancel, Cancell
 from interlock.kv_transfer.references import MAX_EPOCH, RemoteReference
 from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.copy_worker import LoadTarget, PoolShape
-from interlock.kv_transfer.transports.peer_client import PeerPools, peer_of
+from interlock.kv_transfer.transports.lanes import Lanes
+from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools, peer_of
+from interlock.kv_transfer.transports.repeats import FirstWarnings
 from interlock.kv_transfer.transports.transport import PeerAddress, PeerGoneError, Transport
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _WATCH_SECONDS = 0.1  # how often a producer's connection is looked at while som
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One promise that a producer fills. landed: per layer, the ranges that are in place; cause: why it was given up; announced: the
-    producer may know of it; ended: it has said that it pushes no more."""
+    producer, reached as pool, may know of it; ended: it has said that it pushes no more; cancelling: it is being asked to stop."""
 
     key: int | str
     promise: LoadPromise
@@ -41,7 +42,9 @@ class Incoming:
     landed: list[list[tuple[int, int]]]
     nonce: int = field(default_factory=lambda: secrets.randbelow(MAX_EPOCH))
     announced: bool = False
+    pool: PeerPool | None = None
     ended: bool = False
+    cancelling: bool = False
     cause: str | None = None
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
@@ -75,8 +78,11 @@ class PushReceiver:
         self._num_layers = len(shape.layer_addresses)
         self._lock = threading.RLock()
         self._incoming: dict[int, Incoming] = {}
-        self._queue: queue.SimpleQueue[Incoming | _Copy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="interlock-kv-receive", daemon=True)
+        self._warnings = FirstWarnings(logger)
+        self._lanes: Lanes[Incoming | _Copy] = Lanes("interlock-kv-receive", self._run)
+        self._awaits = threading.Condition(self._lock)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name="interlock-kv-receive-watch", daemon=True)
         self._thread.start()
 
     def submit(self, key: int | str, promise: LoadPromise, reference: RemoteReference, target: LoadTarget) -> None:
@@ -84,7 +90,8 @@ class PushReceiver:
         incoming = Incoming(key, promise, reference, target, [[] for _ in range(self._num_layers)])
         with self._lock:
             self._incoming[incoming.nonce] = incoming
-        self._queue.put(incoming)
+            self._awaits.notify()
+        self._put(incoming, incoming)
 
     def notified(self, data: bytes) -> None:
         """A transport's notification; what is no message is dropped."""
@@ -121,7 +128,7 @@ class PushReceiver:
             if self._transport.writes:
                 self._land(incoming, message)
                 return
-        self._queue.put(_Copy(incoming, message))
+        self._put(incoming, _Copy(incoming, message))
 
     def abort(self, key: int | str, timeout: float, on_late: Callable[[Sequence[str]], None]) -> None:
         """Give up what belongs to `key`, and return when none of it can be written any more. See `CopyWorker.abort`."""
@@ -140,36 +147,37 @@ class PushReceiver:
             self._give_up(incoming, "the load was given up")
 
     def close(self) -> None:
-        """Stop the thread. May be called twice."""
-        self._queue.put(None)
+        """Stop the threads. May be called twice."""
+        with self._lock:
+            self._stopping = True
+            self._awaits.notify()
+            for incoming in self._incoming.values():
+                incoming.cause = incoming.cause or "the engine shuts down"
+                incoming.abort.numpy()[0] = 1
         self._thread.join()
+        self._lanes.close()
 
-    # ---- below: the thread, except where the lock is held
+    # ---- below: the threads, except where the lock is held
 
     def _of(self, key: int | str) -> list[Incoming]:
         with self._lock:
             return [incoming for incoming in self._incoming.values() if incoming.key == key]
 
-    def _run(self) -> None:
-        while True:
-            try:
-                task = self._queue.get(timeout=_WATCH_SECONDS if self._incoming else None)
-            except queue.Empty:
-                self._watch()
-                continue
-            if task is None:
-                return
-            try:
-                if isinstance(task, _Copy):
-                    self._copy(task.incoming, task.message)
-                elif task.cause is not None:
-                    self._cancel(task)
-                elif not task.announced:
-                    self._announce(task)
-            except Exception as error:
-                incoming = task.incoming if isinstance(task, _Copy) else task
-                logger.exception("transfer %r failed", incoming.reference.request_id)
-                self._give_up(incoming, f"the receiving thread raised {type(error).__name__}: {error}")
+    def _put(self, incoming: Incoming, task: Incoming | _Copy) -> None:
+        self._lanes.put(peer_of(incoming.reference).key, task)
+
+    def _run(self, task: Incoming | _Copy) -> None:
+        incoming = task.incoming if isinstance(task, _Copy) else task
+        try:
+            if isinstance(task, _Copy):
+                self._copy(incoming, task.message)
+            elif incoming.cause is not None:
+                self._cancel(incoming)
+            elif not incoming.announced:
+                self._announce(incoming)
+        except Exception as error:
+            logger.exception("transfer %r failed", incoming.reference.request_id)
+            self._give_up(incoming, f"the receiving thread raised {type(error).__name__}: {error}")
 
     def _announce(self, incoming: Incoming) -> None:
         promise = incoming.promise
@@ -189,7 +197,8 @@ class PushReceiver:
         )
         try:
             peer = peer_of(incoming.reference)
-            self._pools.get(peer, lambda: incoming.cause is not None).lease_of(incoming.reference)
+            incoming.pool = self._pools.get(peer, lambda: incoming.cause is not None)
+            incoming.pool.lease_of(incoming.reference)
         except KVTransferError as error:
             self._fail(incoming, str(error))
             return
@@ -254,38 +263,62 @@ class PushReceiver:
             if incoming.cause is None and incoming.nonce in self._incoming:
                 incoming.cause = cause
                 incoming.abort.numpy()[0] = 1
-                self._queue.put(incoming)
+                incoming.cancelling = True
+                self._put(incoming, incoming)
 
     def _cancel(self, incoming: Incoming) -> None:
-        """Until the producer says that it has stopped, or is gone. Where only we write our blocks, its answer does not matter."""
-        if not incoming.announced or incoming.ended:
+        """Until the producer says that it has stopped, or is gone: one that is only silent may still write. Where only we write our blocks,
+        its answer does not matter."""
+        if not self._transport.writes:
             self._fail(incoming, incoming.cause or "")
-            return
-        message = Cancel(transfer_id=incoming.reference.request_id, nonce=incoming.nonce)
-        gone = False
-        try:
-            answer = self._pools.ask(peer_of(incoming.reference), message, lambda: False)
-            gone = isinstance(answer, Cancelled) and answer.nonce == incoming.nonce
-        except PeerGoneError:
-            gone = self._drained()
-        except KVTransferError as error:
-            logger.warning("transfer %r could not be cancelled: %s", incoming.reference.request_id, str(error))
-        if gone or not self._transport.writes:
+        ended = not incoming.announced
+        if incoming.ended:
+            ended = self._drained()
+        elif not ended and not self._stopping:
+            ended = self._ask_to_stop(incoming)
+        incoming.cancelling = False
+        if ended:
             self._fail(incoming, incoming.cause or "")
 
+    def _ask_to_stop(self, incoming: Incoming) -> bool:
+        """Whether nothing of the producer's can come any more."""
+        peer = peer_of(incoming.reference)
+        lost = incoming.pool is None or not incoming.pool.alive
+        try:
+            answer = self._pools.ask(peer, Cancel(transfer_id=incoming.reference.request_id, nonce=incoming.nonce), lambda: self._stopping)
+        except PeerGoneError:
+            return self._drained()
+        except KVTransferError as error:
+            self._warnings.warn(
+                f"transfer {incoming.reference.request_id!r} could not be cancelled yet, and may still be pushed: {error}", str(peer.key)
+            )
+            return False
+        if not (isinstance(answer, Cancelled) and answer.nonce == incoming.nonce and answer.ended):
+            return False
+        return self._drained() if lost else True
+
     def _drained(self) -> bool:
-        """Take in what a producer that is gone had sent."""
-        self._transport.drain()
+        """Take in what a producer that sends no more had sent."""
+        if self._transport.writes:
+            self._transport.drain()
         return True
 
     def _watch(self) -> None:
-        with self._lock:
-            awaited = list(self._incoming.values())
-        for incoming in awaited:
-            if incoming.cause is not None:
-                self._cancel(incoming)
-            elif incoming.announced and not self._pools.is_alive(peer_of(incoming.reference)):
-                self._give_up(incoming, "the connection to the producer was lost before it had pushed everything")
+        """While something is awaited: ask those who were told to stop and have not, and notice who is lost."""
+        while True:
+            with self._lock:
+                self._awaits.wait_for(lambda: self._stopping or self._incoming)
+                self._awaits.wait_for(lambda: self._stopping, _WATCH_SECONDS)
+                if self._stopping:
+                    return
+                awaited = list(self._incoming.values())
+            for incoming in awaited:
+                if incoming.cause is not None:
+                    if not incoming.cancelling:
+                        incoming.cancelling = True
+                        self._put(incoming, incoming)
+                elif incoming.announced and not self._pools.is_alive(peer_of(incoming.reference)):
+                    self._give_up(incoming, "the connection to the producer was lost before it had pushed everything")
 
     def _fail(self, incoming: Incoming, cause: str) -> None:
         """Nothing can write its blocks any more."""

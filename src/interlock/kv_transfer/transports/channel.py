@@ -1,6 +1,7 @@
-"""Messages and file descriptors between two engines of one user on one host, over a Unix socket.
+"""Messages between two engines over a socket; and the sockets of engines of one user on one host, which pass file descriptors too.
 
-On Linux the socket has an abstract name, which vanishes with its owner; elsewhere it lies in a directory that only its user may enter.
+A frame is a 32-bit length and one message. A frame without a message asks for a sign of life, and is answered with another one. On Linux
+the Unix socket has an abstract name, which vanishes with its owner; elsewhere it lies in a directory that only its user may enter.
 """
 
 import contextlib
@@ -10,8 +11,9 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from interlock.core.errors import KVTransferError
@@ -23,6 +25,9 @@ _LENGTH = struct.Struct("<I")
 _CHUNK = 65536
 _MAX_DESCRIPTORS = 4
 _SLICE_SECONDS = 0.05  # how late an abort may be noticed
+_PING_SECONDS = 0.5  # between two signs of life that are asked for
+_SILENT_SECONDS = 2.5  # after which one that has not come is missed
+_SIGN_OF_LIFE = _LENGTH.pack(0)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -64,54 +69,98 @@ def check_same_user(connection: socket.socket) -> None:
 
 
 class Channel:
-    """One connection. Messages are framed by a 32-bit length; descriptors travel in front of the bytes of their message."""
+    """One connection. Messages are framed by a 32-bit length; descriptors travel in front of the bytes of their message.
 
-    def __init__(self, connection: socket.socket) -> None:
+    One thread at a time sends and receives; `beat`, `alive` and `close` may be called from any. what: the peer, in errors.
+    """
+
+    def __init__(self, connection: socket.socket, what: str = "the peer") -> None:
         connection.setblocking(False)
         self.socket = connection
+        self._what = what
         self._received = bytearray()
         self._descriptors: list[int] = []
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._asked: float | None = None
+        self._next_ping = 0.0
+        self._silent = False
 
     @classmethod
     def connect(cls, engine_id: str, rank: int) -> "Channel":
-        """To the engine `engine_id` of this user. Raises KVTransferError."""
+        """To the engine `engine_id` of this user. Raises KVTransferError; PeerGoneError when there is no such engine."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)  # a full backlog is a refusal, not a wait
             connection.connect(address(engine_id, rank))
             check_same_user(connection)
-        except OSError as error:
+        except (ConnectionRefusedError, FileNotFoundError) as error:
             connection.close()
             raise PeerGoneError(f"engine {engine_id!r} cannot be reached: {error}") from error
+        except OSError as error:
+            connection.close()
+            raise KVTransferError(f"engine {engine_id!r} cannot be reached: {error}") from error
         except KVTransferError:
             connection.close()
             raise
-        return cls(connection)
+        return cls(connection, f"engine {engine_id!r}")
 
-    def send(self, message: Message, timeout: float = 1.0, descriptors: Sequence[int] = ()) -> None:
+    @property
+    def buffered(self) -> int:
+        """Bytes received and not taken yet."""
+        return len(self._received)
+
+    def send(self, message: Message, timeout: float = 1.0) -> None:
         """Send all of it. Raises KVTransferError when the peer is gone, or does not read for `timeout` seconds."""
         body = encode(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
         deadline = time.monotonic() + timeout
-        try:
-            while data:
-                self._wait(select.POLLOUT, deadline, lambda: False)
-                with contextlib.suppress(BlockingIOError):
-                    sent = socket.send_fds(self.socket, [data[:_CHUNK]], descriptors) if descriptors else self.socket.send(data[:_CHUNK])
-                    data, descriptors = data[sent:], ()
-        except OSError as error:
-            raise PeerGoneError(f"the connection was lost: {error}") from error
+        with self._writing:
+            try:
+                while data:
+                    self._wait(select.POLLOUT, deadline, lambda: False)
+                    with contextlib.suppress(BlockingIOError):
+                        data = data[self.socket.send(data[:_CHUNK]) :]
+            except OSError as error:
+                raise self._lost(error) from error
 
     def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
         """The next message. Raises KVTransferError when the peer is gone, silent for `timeout` seconds, or sends something else."""
         deadline = time.monotonic() + timeout
         while True:
-            body = self.next_frame()
-            if body is not None:
-                return decode(body)
+            with self._reading:
+                while (body := self.next_frame()) is not None:
+                    if body:
+                        return decode(body)
+                before = len(self._received)
+                if not self.fill():
+                    raise self._lost("the peer closed it")
+                if len(self._received) > before:
+                    continue
             self._wait(select.POLLIN, deadline, aborted)
-            if not self.fill():
-                raise PeerGoneError("the connection was lost: the peer closed it")
+
+    def beat(self) -> None:
+        """To be called several times a second: takes in what has come, and asks for a sign of life. A peer that gives none for
+        `_SILENT_SECONDS` counts as lost from then on."""
+        with contextlib.suppress(KVTransferError):
+            if self._reading.acquire(blocking=False):
+                try:
+                    self.fill()
+                    while self._received[: _LENGTH.size] == _SIGN_OF_LIFE:
+                        del self._received[: _LENGTH.size]
+                finally:
+                    self._reading.release()
+        now, asked = time.monotonic(), self._asked
+        if asked is not None:
+            self._silent |= now - asked > _SILENT_SECONDS
+        elif now >= self._next_ping and self._writing.acquire(blocking=False):
+            try:
+                self._asked, self._next_ping = now, now + _PING_SECONDS
+                self.socket.send(_SIGN_OF_LIFE)
+            except OSError:
+                pass  # a full buffer is a peer that does not read: it will be missed
+            finally:
+                self._writing.release()
 
     def fill(self) -> bool:
         """Read what is there without waiting. False: the peer has closed. Raises KVTransferError when the connection is broken."""
@@ -120,18 +169,20 @@ class Channel:
         except BlockingIOError:
             return True
         except OSError as error:
-            raise PeerGoneError(f"the connection was lost: {error}") from error
+            raise self._lost(error) from error
+        if data:
+            self._asked = None
         self._descriptors += descriptors
         self._received += data
         return bool(data)
 
-    def next_frame(self) -> bytes | None:
-        """The body of the next whole message received. Raises KVTransferError for a length that no message has."""
+    def next_frame(self, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
+        """The body of the next whole message received, empty for a sign of life. Raises KVTransferError for a length above `limit`."""
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > MAX_MESSAGE_BYTES:
-            raise KVTransferError(f"a peer announces a message of {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        if length > limit:
+            raise KVTransferError(f"a peer announces a message of {length} bytes, expected at most {limit}")
         end = _LENGTH.size + length
         if len(self._received) < end:
             return None
@@ -148,9 +199,9 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Whether the peer still holds its end open, as far as is known at this moment."""
+        """Whether the peer holds its end open and has given signs of life, as far as is known at this moment."""
         try:
-            return bool(self.socket.recv(1, socket.MSG_PEEK))
+            return not self._silent and bool(self.socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
             return True
         except OSError:
@@ -164,12 +215,20 @@ class Channel:
 
     def _wait(self, event: int, deadline: float, aborted: Callable[[], bool]) -> None:
         poll = select.poll()
-        poll.register(self.socket, event)
+        try:
+            poll.register(self.socket, event)
+        except ValueError:
+            raise self._lost("it was closed here") from None
         while not poll.poll(1000 * _SLICE_SECONDS):
+            if self._silent:
+                raise self._lost(f"no sign of life for {_SILENT_SECONDS:g} s")
             if aborted():
                 raise KVTransferError("the exchange with the peer was given up")
             if time.monotonic() > deadline:
-                raise KVTransferError("the peer did not answer in time")
+                raise KVTransferError(f"{self._what} did not answer in time")
+
+    def _lost(self, cause: object) -> KVTransferError:
+        return KVTransferError(f"the connection to {self._what} was lost: {cause}")
 
 
 def _private_directory(path: Path) -> None:

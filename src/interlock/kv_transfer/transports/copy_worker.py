@@ -1,7 +1,6 @@
-"""The consumer's reading thread: posts reads layer by layer, confirms each, and reports its end."""
+"""The consumer's reading threads, one for each producer: they post reads layer by layer, confirm each, and report its end."""
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.references import RemoteReference
 from interlock.kv_transfer.transfers import copy_descriptors
+from interlock.kv_transfer.transports.lanes import Lanes
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools, peer_of
 from interlock.kv_transfer.transports.transport import Descriptors, Transfer
 
@@ -94,10 +94,12 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Reads that are given up together. `abort` is seen between any two copies; `quiescent` says that no byte will be written any more."""
+    """Reads that are given up together. `abort` is seen between any two copies; `quiescent` says that no byte will be written any more.
+    parts: producers whose reads have not ended."""
 
     key: int | str
     reads: Sequence[Read]
+    parts: int = 0
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
     on_late: Callable[[Sequence[str]], None] | None = None
@@ -130,8 +132,16 @@ class _InFlight:
     transfer: Transfer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What a job reads from one producer."""
+
+    job: ReadJob
+    reads: Sequence[Read]
+
+
 class CopyWorker:
-    """One thread that makes the reads of jobs, in order of their submission."""
+    """Makes the reads of jobs: those from one producer in order of their submission, those from different ones side by side."""
 
     def __init__(self, pools: PeerPools, clock: Clock, shape: PoolShape, name: str) -> None:
         self.bytes_per_second: float | None = None
@@ -140,15 +150,18 @@ class CopyWorker:
         self._shape = shape
         self._lock = threading.Lock()
         self._jobs: dict[int | str, ReadJob] = {}
-        self._queue: queue.SimpleQueue[ReadJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._lanes = Lanes(name, self._run)
 
     def submit(self, job: ReadJob) -> None:
         """Have reads made; returns at once."""
+        groups: dict[object, list[Read]] = {}
+        for read in job.reads:
+            groups.setdefault(peer_of(read.reference).key, []).append(read)
+        job.parts = len(groups)
         with self._lock:
             self._jobs[job.key] = job
-        self._queue.put(job)
+        for peer, reads in groups.items():
+            self._lanes.put(peer, _Part(job, reads))
 
     def abort(self, key: int | str, timeout: float, on_late: Callable[[Sequence[str]], None]) -> None:
         """Stop a job's reads, and return when none of them can write any more. Nothing happens if they have ended.
@@ -174,32 +187,33 @@ class CopyWorker:
             job.give_up()
 
     def close(self) -> None:
-        """Stop all reads and the thread. May be called twice."""
+        """Stop all reads and the threads. May be called twice."""
         with self._lock:
             for job in self._jobs.values():
                 job.give_up()
-        self._queue.put(None)
-        self._thread.join()
+        self._lanes.close()
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            try:
-                self._execute(job)
-            except Exception as error:
-                logger.exception("the reads of %s failed", job.key)
-                for read in job.reads:
-                    self._end(read, 0, f"the copy thread raised {type(error).__name__}: {error}")
-            finally:
-                with self._lock:
+    def _run(self, part: _Part) -> None:
+        job = part.job
+        try:
+            self._execute(job, part.reads)
+        except Exception as error:
+            logger.exception("the reads of %s failed", job.key)
+            for read in part.reads:
+                self._end(read, 0, f"the copy thread raised {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                job.parts -= 1
+                on_late = job.on_late if not job.parts else None
+                if not job.parts:
                     del self._jobs[job.key]
                     job.quiescent.set()
-                    on_late = job.on_late
-                if on_late is not None:
-                    on_late([read.promise.req_id for read in job.reads])
+            if on_late is not None:
+                on_late([read.promise.req_id for read in job.reads])
 
-    def _execute(self, job: ReadJob) -> None:
+    def _execute(self, job: ReadJob, reads: Sequence[Read]) -> None:
         began = self._clock.now()
-        live = [opened for read in job.reads if (opened := self._open(job, read)) is not None]
+        live = [opened for read in reads if (opened := self._open(job, read)) is not None]
         in_flight: deque[_InFlight] = deque()
         for layer, local_address in enumerate(self._shape.layer_addresses):
             for opened in list(live):

@@ -49,8 +49,8 @@ class PushBook(Protocol):
     def announce(self, message: Announce) -> str | None:
         """Take an announcement in; the reason if it cannot be kept."""
 
-    def cancel(self, message: Cancel) -> None:
-        """Returns when nothing of it can write any more. Raises KVTransferError if that cannot be said."""
+    def cancel(self, message: Cancel) -> bool:
+        """Push no more of it; whether nothing of it can write any more. Returns at once: others wait for their answers."""
 
 
 @dataclass(slots=True)
@@ -143,8 +143,7 @@ class PeerDesk:
                 raise KVTransferError(f"engine {engine_id!r} announced blocks of engine {message.engine_id!r}, expected its own")
             return Announced(refusal=self._pushes.announce(message))
         elif isinstance(message, Cancel) and self._pushes is not None:
-            self._pushes.cancel(message)
-            return Cancelled(nonce=message.nonce)
+            return Cancelled(nonce=message.nonce, ended=self._pushes.cancel(message))
         elif isinstance(message, Pushed | PushEnded) and self._pushed is not None:
             self._pushed(message)
         else:

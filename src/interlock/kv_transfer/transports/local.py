@@ -6,6 +6,7 @@ layer as it is written, and the consumer copies; the bytes move once, as in a pu
 
 import contextlib
 import os
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ import numpy.typing as npt
 from interlock.core.buffer import Buffer
 from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.handshake import Welcome
-from interlock.kv_transfer.transports.channel import Channel
+from interlock.kv_transfer.transports.channel import Channel, check_same_user, listen
 from interlock.kv_transfer.transports.pool_server import PoolServer
+from interlock.kv_transfer.transports.pulse import Pulse
 from interlock.kv_transfer.transports.shared_memory import ControlView, ReadOnlyMapping
 from interlock.kv_transfer.transports.transport import (
     Answerer,
@@ -41,6 +43,7 @@ class SharedMemoryTransport:
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
         self._descriptors: tuple[int, int] | None = None
+        self._pulse = Pulse()
 
     def register(self, memory: Registration, notify: Notify) -> None:
         """See `Transport.register`. There are no notifications: what peers have to say comes over the side channel."""
@@ -53,9 +56,9 @@ class SharedMemoryTransport:
     def serve(self, welcome: Welcome, rank: int, desk: Answerer) -> PoolServer:
         """See `Transport.serve`."""
         assert self._descriptors is not None
-        return PoolServer(welcome.engine_id, rank, self._descriptors, desk)
+        return PoolServer(listen(welcome.engine_id, rank), check_same_user, desk, self._descriptors)
 
-    def connect(self, peer: PeerAddress, timeout: float) -> Channel:
+    def connect(self, peer: PeerAddress, timeout: float, aborted: Callable[[], bool]) -> Channel:
         """See `Transport.connect`; the engine's id is its address."""
         return Channel.connect(peer.engine_id, peer.rank)
 
@@ -63,13 +66,19 @@ class SharedMemoryTransport:
         """See `Transport.open`."""
         assert isinstance(connection, Channel)
         pool_fd, control_fd = connection.take_descriptors(2)
-        return MappedMemory(pool_fd, control_fd, welcome, self._copy)
+        memory = MappedMemory(pool_fd, control_fd, welcome, self._copy)
+        self._pulse.watch(connection)
+        return memory
 
     def drain(self) -> None:
         """Nothing of a peer's is on its way."""
 
+    def stop(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
-        """Nothing is held."""
+        """See `Transport.close`."""
+        self._pulse.close()
 
 
 class MappedMemory:
@@ -91,13 +100,17 @@ class MappedMemory:
         """See `RemoteMemory.address`."""
         return self._pool.buffer.address
 
-    def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer, notification: bytes = b"") -> DoneTransfer:
+    def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer) -> DoneTransfer:
         """Copies before it returns. See `RemoteMemory.post`."""
         if operation != "read":
             raise KVTransferError("a mapped pool was to be written, expected a read: pools of other engines are mapped read-only")
         if self._copy(descriptors, abort) < len(descriptors):
             raise KVTransferError("the read was stopped")
         return DoneTransfer()
+
+    def tell(self, notification: bytes) -> None:
+        """There is no way: the side channel says it."""
+        raise KVTransferError("a peer that maps our pool is told over the side channel, not by a notification")
 
     def control(self, block_ids: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
         """See `RemoteMemory.control`."""

@@ -1,7 +1,7 @@
 """The NIXL transport: one-sided reads and writes over UCX (shared memory between processes of one host, TCP, RDMA where it is set up).
 
-Between two local processes UCX copies inside the post, so posts belong on a connector's own threads, never on a step's. Prepared lists
-of all blocks of both pools are kept per peer; a transfer of scattered whole blocks then only names their numbers.
+Between two local processes UCX copies inside the post, so posts belong on a connector's own threads, never on a step's. One agent is
+reached by peers; each peer that we reach has another one (`nixl_memory`), so that no peer waits for another.
 """
 
 import importlib
@@ -12,28 +12,33 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-import zmq
-
 from interlock.core.buffer import Buffer
 from interlock.core.errors import ConfigError, KVTransferError
 from interlock.kv_transfer.handshake import Welcome
+from interlock.kv_transfer.transports.channel import Channel
+from interlock.kv_transfer.transports.interfaces import interface_of
 from interlock.kv_transfer.transports.nixl_memory import MEMORY, NixlMemory
+from interlock.kv_transfer.transports.pool_server import PoolServer
+from interlock.kv_transfer.transports.pulse import Pulse
+from interlock.kv_transfer.transports.tcp_link import admit_from, connect, listen
 from interlock.kv_transfer.transports.transport import Answerer, Connection, Notify, PeerAddress, Registration
-from interlock.kv_transfer.transports.zmq_link import ZmqConnection, ZmqServer
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY_TLS: Final = "posix,sysv,cma,self"
-_DRAIN_SECONDS: Final = 0.05  # what a lost peer had sent is taken in for so long before it counts as ended
+_DRAIN_SECONDS: Final = 0.05  # what a peer had sent that writes no more is taken in for so long before it counts as ended,
+_TCP_DRAIN_SECONDS: Final = 0.25  # or for so long, where a kernel may hold some of it,
+_DRAIN_LOOKS: Final = 100  # and so many times at least
 _ACTIVE_SECONDS: Final = 0.0002  # between looks for notifications while a peer is at work with us
 _IDLE_SECONDS: Final = 0.02
 _STAYS_ACTIVE_SECONDS: Final = 1.0
+_WITHOUT_OTHER_DEVICES: Final = frozenset(("tcp", "self", "posix", "sysv", "shm", "sm", "cma", "xpmem", "knem"))
+
+_making = threading.Lock()  # UCX takes its options from the environment
 
 
 class NixlTransport:
-    """One agent. block_size, block_bytes: of one block of one layer of our pool, layers back to back in it.
+    """block_size, block_bytes: of one block of one layer of our pool, layers back to back in it.
 
     host, port: where the side channel listens (port 0: any); allowed_hosts: of peers; ucx_tls: UCX_TLS of this process, unless it is set
     already ('' leaves UCX its choice); error_handling: 'none' where UCX's shared memory is to be used, 'peer' for TCP and RDMA.
@@ -60,34 +65,36 @@ class NixlTransport:
         self.port: int | None = port
         self.block_size = block_size
         self.block_bytes = block_bytes
-        self.lock = threading.Lock()  # the agent is used by one thread at a time
+        self.stopping = False
+        self._lock = threading.Lock()  # of the agent that peers reach
         self._allowed = tuple(allowed_hosts)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.agent, self.reports_deaths = _make_agent(name, ucx_tls, error_handling)
-        self._registered: list[Any] = []
+        self._factory = _AgentFactory(name, host, ucx_tls, error_handling)
+        self._agent: Any = self._factory.make()
         self._own: Registration | None = None
-        self._prepared: Any = None
         self._notify: Notify | None = None
-        self._scratch: dict[int, list[Buffer]] = {}
+        self._pulse = Pulse()
+        self._memories: set[NixlMemory] = set()
         self._touched = 0.0
         self._wake = threading.Condition()
-        self._stopping = False
         self._thread: threading.Thread | None = None
 
     def register(self, memory: Registration, notify: Notify) -> None:
         """See `Transport.register`. Starts the thread that makes progress and takes notifications."""
         self._own, self._notify = memory, notify
-        with self.lock:
+        with self._lock:
             for segment in (memory.pool, memory.control):
-                self._register(segment)
+                try:
+                    self._agent.register_memory([(segment.address, segment.nbytes, 0, "")], MEMORY)
+                except Exception as error:
+                    raise KVTransferError(f"NIXL cannot register {segment.nbytes} bytes of memory: {error}") from error
         self._thread = threading.Thread(target=self._progress, name="interlock-nixl", daemon=True)
         self._thread.start()
 
     def describe(self, welcome: Welcome) -> Welcome:
         """See `Transport.describe`."""
         assert self._own is not None
-        with self.lock:
-            agent = self.agent.get_agent_metadata()
+        with self._lock:
+            agent = self._agent.get_agent_metadata()
         return Welcome(
             version=welcome.version,
             engine_id=welcome.engine_id,
@@ -100,38 +107,52 @@ class NixlTransport:
             control_address=self._own.control.address,
         )
 
-    def serve(self, welcome: Welcome, rank: int, desk: Answerer) -> ZmqServer:
+    def serve(self, welcome: Welcome, rank: int, desk: Answerer) -> PoolServer:
         """See `Transport.serve`; `port` is known from here on."""
         assert self.host is not None
-        server = ZmqServer(self._context, self.host, self.port or 0, self._allowed, _Attentive(desk, self.touch))
-        self.port = server.port
-        return server
+        listener = listen(self.host, self.port or 0)
+        self.port = int(listener.getsockname()[1])
+        return PoolServer(listener, admit_from(self._allowed), _Attentive(desk, self.touch))
 
-    def connect(self, peer: PeerAddress, timeout: float) -> ZmqConnection:
+    def connect(self, peer: PeerAddress, timeout: float, aborted: Callable[[], bool]) -> Channel:
         """See `Transport.connect`."""
         self.touch()
-        return ZmqConnection(self._context, peer, self._allowed)
+        return connect(peer, self._allowed, timeout, aborted)
 
-    def open(self, connection: Connection, welcome: Welcome) -> "NixlMemory":
+    def open(self, connection: Connection, welcome: Welcome) -> NixlMemory:
         """See `Transport.open`."""
-        return NixlMemory(self, welcome, lambda: connection.alive)
+        assert isinstance(connection, Channel)
+        memory = NixlMemory(self, welcome, connection.socket)
+        with self._wake:
+            self._memories.add(memory)
+        self._pulse.watch(connection)
+        return memory
+
+    def drain(self) -> None:
+        """Take in what a peer had sent that writes no more. RDMA needs no such thing: its queue pair ends with the peer."""
+        deadline = time.monotonic() + (_TCP_DRAIN_SECONDS if self._factory.handles_errors else _DRAIN_SECONDS)
+        looks = 0
+        while time.monotonic() < deadline or looks < _DRAIN_LOOKS:
+            self._take_notifications()
+            looks += 1
+
+    def stop(self) -> None:
+        """See `Transport.stop`."""
+        self.stopping = True
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._wake:
-            self._stopping = True
+            self.stopping = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        with self.lock:
-            if self._prepared is not None:
-                self._prepared.release()
-                self._prepared = None
-            while self._registered:
-                self.agent.deregister_memory(self._registered.pop())
-            self.agent = None
-        self._context.destroy(linger=0)
+        self._pulse.close()
+        for memory in list(self._memories):
+            memory.bury()
+        with self._lock:
+            self._agent = None
 
     # ---- for the memories that are open
 
@@ -143,29 +164,17 @@ class NixlTransport:
             with self._wake:
                 self._wake.notify()
 
-    def scratch(self, nbytes: int) -> Buffer:
-        """Registered memory of our own, to be given back with `give_back`; called with the lock held."""
-        kept = self._scratch.setdefault(nbytes, [])
-        if kept:
-            return kept.pop()
-        memory = Buffer.zeros((nbytes,), "uint8")
-        self._register(memory)
-        return memory
+    def make_agent(self) -> Any:
+        """Another agent, for one peer. Raises KVTransferError."""
+        try:
+            return self._factory.make()
+        except ConfigError as error:
+            raise KVTransferError(str(error)) from error
 
-    def give_back(self, memory: Buffer) -> None:
-        """Called with the lock held."""
-        self._scratch[memory.nbytes].append(memory)
-
-    def prepared(self) -> Any:
-        """The list of our own blocks; called with the lock held."""
-        if self._prepared is None:
-            assert self._own is not None
-            self._prepared = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._strided(self._own.pool.address, self._own.pool.nbytes), MEMORY)
-        return self._prepared
-
-    def prepare_remote(self, agent_name: str, address: int, nbytes: int) -> Any:
-        """The list of a peer's blocks, which are as large as ours; called with the lock held."""
-        return self.agent.prep_xfer_dlist(agent_name, self._strided(address, nbytes), MEMORY)
+    def forget(self, memory: NixlMemory) -> None:
+        """A memory was closed."""
+        with self._wake:
+            self._memories.discard(memory)
 
     @property
     def pool(self) -> Buffer:
@@ -173,36 +182,27 @@ class NixlTransport:
         assert self._own is not None
         return self._own.pool
 
-    def drain(self) -> None:
-        """Take in what a peer that is lost had sent. RDMA needs no such thing: its queue pair ends with the peer."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while time.monotonic() < deadline:
-            self._take_notifications()
-
-    def _strided(self, address: int, nbytes: int) -> npt.NDArray[np.uint64]:
-        return np.array([[address, self.block_bytes, 0, self.block_bytes, nbytes // self.block_bytes]], np.uint64)
-
-    def _register(self, memory: Buffer) -> None:
-        try:
-            self._registered.append(self.agent.register_memory([(memory.address, memory.nbytes, 0, "")], MEMORY))
-        except Exception as error:
-            raise KVTransferError(f"NIXL cannot register {memory.nbytes} bytes of memory: {error}") from error
-
     def _progress(self) -> None:
         while True:
             self._take_notifications()
             with self._wake:
-                if self._stopping:
+                if self.stopping:
+                    return
+                memories = list(self._memories)
+            for memory in memories:
+                memory.progress(time.monotonic() - _STAYS_ACTIVE_SECONDS)
+            with self._wake:
+                if self.stopping:
                     return
                 active = time.monotonic() - self._touched < _STAYS_ACTIVE_SECONDS
                 self._wake.wait(_ACTIVE_SECONDS if active else _IDLE_SECONDS)
 
     def _take_notifications(self) -> None:
-        with self.lock:
-            if self.agent is None:
+        with self._lock:
+            if self._agent is None:
                 return
             try:
-                arrived = self.agent.get_new_notifs()
+                arrived = self._agent.get_new_notifs()
             except Exception:
                 logger.exception("NIXL's notifications could not be taken")
                 return
@@ -244,21 +244,45 @@ class _Attentive:
         self._desk.forget(session)
 
 
-def _make_agent(name: str, ucx_tls: str, error_handling: str | None) -> tuple[Any, bool]:
-    """An agent with a UCX backend, and whether UCX reports that a peer has died."""
-    if ucx_tls:
-        os.environ.setdefault("UCX_TLS", ucx_tls)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong with a peer is reported as an error of its load
-    chosen = os.environ.get("UCX_TLS", "")
-    mode = error_handling or ("none" if "posix" in chosen or "sysv" in chosen or "shm" in chosen.split(",") else "peer")
-    try:
-        api: Any = importlib.import_module("nixl_cu12._api")
-    except ImportError as error:
-        raise ConfigError(f"transport is 'nixl', but NIXL cannot be imported ({error}); install interlock[nixl]") from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[], enable_prog_thread=False))
-    try:
-        agent.create_backend("UCX", {"ucx_error_handling_mode": mode})
-    except Exception as error:
-        raise ConfigError(f"NIXL's UCX backend cannot start with UCX_TLS={chosen!r} and error handling {mode!r}: {error}") from error
-    return agent, mode == "peer"
+class _AgentFactory:
+    """Makes agents with a UCX backend, all alike. handles_errors: UCX says when a peer has died."""
+
+    def __init__(self, name: str, host: str, ucx_tls: str, error_handling: str | None) -> None:
+        if ucx_tls:
+            os.environ.setdefault("UCX_TLS", ucx_tls)
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong with a peer is reported as an error of its load
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        self._tls = os.environ.get("UCX_TLS", "")
+        self._mode = error_handling or ("none" if {"posix", "sysv", "shm", "sm"} & set(self._tls.split(",")) else "peer")
+        self._devices = None if "UCX_NET_DEVICES" in os.environ else net_devices(self._tls, host)
+        self._name = name
+        self._count = 0
+        self.handles_errors = self._mode == "peer"
+        try:
+            self._api: Any = importlib.import_module("nixl_cu12._api")
+        except ImportError as error:
+            raise ConfigError(f"transport is 'nixl', but NIXL cannot be imported ({error}); install interlock[nixl]") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+
+    def make(self) -> Any:
+        """Raises ConfigError."""
+        with _making:
+            self._count += 1
+            if self._devices is not None:
+                os.environ["UCX_NET_DEVICES"] = self._devices
+            try:
+                agent = self._api.nixl_agent(f"{self._name}-{self._count}", self._api.nixl_agent_config(backends=[], enable_prog_thread=False))
+                agent.create_backend("UCX", {"ucx_error_handling_mode": self._mode})
+            except Exception as error:
+                raise ConfigError(f"NIXL's UCX backend cannot start with UCX_TLS={self._tls!r} and error handling {self._mode!r}: {error}") from error
+            finally:
+                if self._devices is not None:
+                    del os.environ["UCX_NET_DEVICES"]
+        return agent
+
+
+def net_devices(tls: str, host: str) -> str | None:
+    """UCX_NET_DEVICES, so that UCX listens where the side channel does and nowhere else: the interface of `host`. None where this cannot
+    be said: a choice of UCX transports with other network devices than TCP's, or a host that is no interface's address."""
+    chosen = set(tls.split(","))
+    return interface_of(host) if "tcp" in chosen and chosen <= _WITHOUT_OTHER_DEVICES else None

@@ -1,4 +1,7 @@
-"""The peers of an engine, over whatever transport: connections, their pools, exchanges of messages, notices and heartbeats."""
+"""The peers of an engine, over whatever transport: connections, their pools, exchanges of messages, notices and heartbeats.
+
+A peer that stands still delays nobody but those who want something from it.
+"""
 
 import dataclasses
 import functools
@@ -16,6 +19,7 @@ from interlock.kv_transfer.clock import Clock
 from interlock.kv_transfer.handshake import Done, Heartbeat, Hello, Leases, Message, Welcome, check_pool
 from interlock.kv_transfer.references import RemoteReference, verify
 from interlock.kv_transfer.transports.desk import introduce
+from interlock.kv_transfer.transports.lanes import Lanes
 from interlock.kv_transfer.transports.repeats import FirstWarnings
 from interlock.kv_transfer.transports.transport import Connection, PeerAddress, Transport
 
@@ -122,6 +126,8 @@ class PeerPools:
         self._clock = clock
         self._handshake_timeout = handshake_timeout
         self._heartbeat_interval = heartbeat_interval
+        self._lanes: Lanes[Callable[[], None]] = Lanes("interlock-peer-notices", lambda talk: talk())
+        self._beating: set[_Key] = set()
         self._pools: dict[_Key, PeerPool] = {}
         self._peer_locks: dict[_Key, threading.Lock] = {}
         self._pools_lock = threading.Lock()
@@ -132,7 +138,7 @@ class PeerPools:
         self._notices: list[RemoteReference] = []
         self._new = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="interlock-peer-notices", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="interlock-peer-heartbeats", daemon=True)
         self._thread.start()
 
     def get(self, peer: PeerAddress, aborted: Callable[[], bool]) -> PeerPool:
@@ -177,7 +183,7 @@ class PeerPools:
         """Send a message that has no answer. Raises KVTransferError."""
         pool = self.get(peer, lambda: self._stopping)
         with pool.lock:
-            pool.connection.send(message)
+            pool.connection.send(message, self._handshake_timeout)
 
     def lease_end(self, reference: RemoteReference) -> float:
         """Until when (the clock's seconds) the producer keeps the blocks, as far as is known here."""
@@ -205,6 +211,7 @@ class PeerPools:
             self._stopping = True
             self._condition.notify()
         self._thread.join()
+        self._lanes.close()
         while self._pools:
             self._pools.popitem()[1].close()
 
@@ -229,17 +236,24 @@ class PeerPools:
                     self._clock.wait_until(self._condition, next_beat)
                 stopping, notices, self._notices = self._stopping, self._notices, []
                 due = self._new or self._clock.now() >= next_beat
-                kept = sorted(self._kept.values(), key=_order)
+                kept = sorted(self._kept.values(), key=lambda reference: str(_order(reference)))
                 self._new = False
             for reference in notices:
-                self._exchange(reference, functools.partial(self._send_done, reference))
+                self._lanes.put(peer_of(reference).key, functools.partial(self._exchange, reference, functools.partial(self._send_done, reference)))
             if stopping:
                 return
             if due:
-                for _, group in itertools.groupby(kept, key=_order):
-                    references = list(group)
-                    self._exchange(references[0], functools.partial(self._beat, references))
+                for peer, group in itertools.groupby(kept, key=_order):
+                    if peer not in self._beating:
+                        self._beating.add(peer)
+                        self._lanes.put(peer, functools.partial(self._beat_all, peer, list(group)))
                 next_beat = self._clock.now() + self._heartbeat_interval
+
+    def _beat_all(self, key: _Key, references: Sequence[RemoteReference]) -> None:
+        try:
+            self._exchange(references[0], functools.partial(self._beat, references))
+        finally:
+            self._beating.discard(key)
 
     def _exchange(self, reference: RemoteReference, talk: Callable[[PeerAddress], None]) -> None:
         try:
@@ -289,7 +303,7 @@ def _meet(
     transport: Transport, peer: PeerAddress, ours: Hello, secret: bytes | None, timeout: float, aborted: Callable[[], bool]
 ) -> tuple[Connection, Welcome]:
     """A connection on which both sides have introduced themselves. Raises KVTransferError."""
-    connection = transport.connect(peer, timeout)
+    connection = transport.connect(peer, timeout, aborted)
     try:
         welcome = introduce(
             lambda message: connection.send(message, timeout), lambda: connection.receive(timeout, aborted), peer.engine_id, ours, secret
@@ -300,8 +314,8 @@ def _meet(
     return connection, welcome
 
 
-def _order(reference: RemoteReference) -> tuple[str, int, str, int]:
-    return reference.engine_id, reference.rank, reference.host or "", reference.port or 0
+def _order(reference: RemoteReference) -> _Key:
+    return peer_of(reference).key
 
 
 def _check_offsets(welcome: Welcome) -> None:

@@ -27,7 +27,7 @@ Notify = Callable[[bytes], None]
 
 
 class PeerGoneError(KVTransferError):
-    """Nobody is there any more: the peer's process has ended, or closed its side."""
+    """Nobody is there any more: the peer's process has ended. Not said of a peer that is only silent, which may still write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,12 @@ class RemoteMemory(Protocol):
     def address(self) -> int:
         """Start of the peer's pool."""
 
-    def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer, notification: bytes = b"") -> Transfer:
-        """Begin to move a list; `abort` (int64 [1]) may stop it between entries. `notification` reaches the peer's `notify` after the
-        last byte. May move everything before it returns, so never call it from a step's thread. Raises KVTransferError."""
+    def post(self, operation: Operation, descriptors: Descriptors, abort: Buffer) -> Transfer:
+        """Begin to move a list; `abort` (int64 [1]) may stop it between entries. May move everything before it returns, so never call
+        it from a step's thread. Raises KVTransferError."""
+
+    def tell(self, notification: bytes) -> None:
+        """Have the peer's `notify` called, after all that was written and has ended. Raises KVTransferError."""
 
     def control(self, block_ids: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
         """The peer's epoch (0: it has shut down) and the generations of its blocks now, read after everything posted before has ended."""
@@ -99,7 +102,7 @@ class Connection(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the peer was there, as far as is known at this moment."""
+        """Whether the peer was there, as far as is known at this moment. A peer that stands still is missed after about three seconds."""
 
     def close(self) -> None:
         """May be called twice."""
@@ -153,14 +156,17 @@ class Transport(Protocol):
     def serve(self, welcome: Welcome, rank: int, desk: Answerer) -> Server:
         """Start answering peers."""
 
-    def connect(self, peer: PeerAddress, timeout: float) -> Connection:
-        """A new connection to a peer's side channel. Raises KVTransferError."""
+    def connect(self, peer: PeerAddress, timeout: float, aborted: Callable[[], bool]) -> Connection:
+        """A new connection to a peer's side channel. Raises KVTransferError; PeerGoneError when the peer has ended."""
 
     def open(self, connection: Connection, welcome: Welcome) -> RemoteMemory:
-        """The memory of the peer that answered with `welcome`. Raises KVTransferError."""
+        """The memory of the peer that answered with `welcome`; from here on the peer has to give signs of life. Raises KVTransferError."""
 
     def drain(self) -> None:
-        """A peer is gone: what it had sent is taken in before this returns, so that nothing of it is written later."""
+        """A peer writes no more: what it had sent is taken in before this returns, so that nothing of it is written later."""
+
+    def stop(self) -> None:
+        """We are about to close: whatever waits for a peer ends soon, with an error."""
 
     def close(self) -> None:
         """Give everything back. May be called twice."""

@@ -1,0 +1,65 @@
+"""A thread for each peer: what one peer holds up, it holds up for itself alone."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 30.0  # after which a peer's thread ends; the next task starts another one
+
+Task = TypeVar("Task")
+
+
+class Lanes(Generic[Task]):
+    """Runs tasks, those of one peer in order, those of different peers side by side. name: of the threads; run: what is done with a
+    task; it should raise nothing."""
+
+    def __init__(self, name: str, run: Callable[[Task], None]) -> None:
+        self._name = name
+        self._run = run
+        self._lock = threading.Lock()
+        self._queues: dict[Hashable, queue.SimpleQueue[Task | None]] = {}
+        self._threads: dict[Hashable, threading.Thread] = {}
+        self._closed = False
+
+    def put(self, peer: Hashable, task: Task) -> None:
+        """Have a task run; returns at once. After `close` nothing is run any more."""
+        with self._lock:
+            if self._closed:
+                return
+            tasks = self._queues.get(peer)
+            if tasks is None:
+                tasks = self._queues[peer] = queue.SimpleQueue()
+                thread = self._threads[peer] = threading.Thread(target=self._serve, args=(peer, tasks), name=self._name, daemon=True)
+                thread.start()
+            tasks.put(task)
+
+    def close(self) -> None:
+        """Run what is waiting, and end the threads. May be called twice."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads.values())
+            for tasks in self._queues.values():
+                tasks.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _serve(self, peer: Hashable, tasks: "queue.SimpleQueue[Task | None]") -> None:
+        while True:
+            try:
+                task = tasks.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                task = None
+            if task is None:
+                with self._lock:
+                    if tasks.empty():
+                        del self._queues[peer], self._threads[peer]
+                        return
+                continue
+            try:
+                self._run(task)
+            except Exception:
+                logger.exception("a task of %s failed", self._name)

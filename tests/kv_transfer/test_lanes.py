@@ -1,0 +1,63 @@
+"""A thread for each peer: order within it, none between them."""
+
+import threading
+
+from push_support import wait_for
+
+from interlock.kv_transfer.transports import lanes as lanes_module
+from interlock.kv_transfer.transports.lanes import Lanes
+
+
+def test_what_holds_up_one_peer_holds_up_no_other_and_order_is_kept_within_each():
+    go_on, done = threading.Event(), []
+
+    def run(task):
+        if task == ("a", 0):
+            go_on.wait()
+        done.append(task)
+
+    lanes = Lanes("test", run)
+    for number in range(3):
+        for peer in "ab":
+            lanes.put(peer, (peer, number))
+    wait_for(lambda: len(done) == 3)
+    assert done == [("b", 0), ("b", 1), ("b", 2)]
+    go_on.set()
+    lanes.close()
+    assert done[3:] == [("a", 0), ("a", 1), ("a", 2)]
+
+
+def test_a_task_that_raises_ends_neither_its_lane_nor_another():
+    done = []
+
+    def run(task):
+        if task == "bad":
+            raise ValueError(task)
+        done.append(task)
+
+    lanes = Lanes("test", run)
+    for task in ("bad", "good"):
+        lanes.put("peer", task)
+    lanes.close()
+    assert done == ["good"]
+
+
+def test_an_idle_thread_ends_and_the_next_task_starts_another(monkeypatch):
+    monkeypatch.setattr(lanes_module, "_IDLE_SECONDS", 0.001)
+    threads = []
+    lanes = Lanes("test", lambda _: threads.append(threading.current_thread()))
+    for count in (1, 2):
+        lanes.put("peer", count)
+        wait_for(lambda count=count: len(threads) == count)
+        wait_for(lambda: not threads[-1].is_alive())
+    assert threads[0] is not threads[1]
+    lanes.close()
+
+
+def test_nothing_is_run_after_the_end():
+    done = []
+    lanes = Lanes("test", done.append)
+    lanes.close()
+    lanes.put("peer", 1)
+    lanes.close()
+    assert done == []
