@@ -1,6 +1,6 @@
 """A connector whose reads cannot be stopped: it reports to the ledger, and the last layer of a load is written when the test says so."""
 
-import _thread
+import signal
 import threading
 from typing import Any
 
@@ -46,7 +46,7 @@ class HeldConnector(ShelfConnector):
             ledger.end_transfer(transfer)
         if far.interrupts:
             far.interrupts = False
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         far.reached.set()
         far.may_land.wait()
         for block_id in block_ids[start // self.block_size : -(-stop // self.block_size)]:

@@ -346,8 +346,7 @@ def test_what_is_raised_before_the_first_step_is_an_error_of_the_configuration(m
         llm.generate([PROMPT], GREEDY)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize(("how", "error"), [("before", KeyboardInterrupt), ("after", SystemExit)])
 @pytest.mark.parametrize(("mode", "method"), [case for case in cases(IN_A_STEP) if case[0] == "FULL" or case[1] in BETWEEN_LAYERS])
 def test_interrupts_pass_and_nothing_hangs_or_leaks(model, alone, shelf, method, mode, how, error):
     with open_raising(model, "RaisingReader", mode) as llm:
