@@ -61,3 +61,21 @@ def test_nothing_is_run_after_the_end():
     lanes.put("peer", 1)
     lanes.close()
     assert done == []
+
+
+def test_beyond_a_number_of_peers_some_share_a_thread(monkeypatch):
+    monkeypatch.setattr(lanes_module, "_MAX_LANES", 4)
+    monkeypatch.setattr(lanes_module, "_SHARED_LANES", 2)
+    done, threads = [], set()
+
+    def run(task):
+        threads.add(threading.current_thread())
+        done.append(task)
+
+    lanes = Lanes("test", run)
+    for number in range(50):
+        lanes.put(f"peer {number}", number)
+    assert len(lanes._queues) <= 4 + 2
+    lanes.close()
+    assert sorted(done) == list(range(50))
+    assert len(threads) <= 4 + 2

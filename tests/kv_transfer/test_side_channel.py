@@ -235,13 +235,14 @@ def test_many_strangers_turn_out_each_other_and_nobody_else(side, monkeypatch):
     assert isinstance(ask(raws[4], encode(HELLO)), Welcome)
 
 
-def test_answers_that_a_peer_does_not_take_cost_it_its_connection_and_delay_nobody(side, monkeypatch):
+@pytest.mark.parametrize("frame", [encode(Heartbeat(signatures=[])), b"", encode(HELLO)], ids=["heartbeats", "signs of life", "introductions"])
+def test_answers_that_a_peer_does_not_take_cost_it_its_connection_and_delay_nobody(side, monkeypatch, frame):
     monkeypatch.setattr(pool_server, "_MAX_UNSENT_BYTES", 1 << 16)
     raw = side.raw()
     assert isinstance(ask(raw, encode(HELLO)), Welcome)
     with contextlib.suppress(OSError):  # it is cut off
         for _ in range(1 << 20):
-            raw.sendall(framed(encode(Heartbeat(signatures=[]))) * 1000)
+            raw.sendall(framed(frame) * 1000)
     assert side.desk.malformed == 1
     side.assert_serves()
 

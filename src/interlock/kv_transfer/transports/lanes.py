@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 30.0  # after which a peer's thread ends; the next task starts another one
+_MAX_LANES = 256  # peers with a thread to themselves; beyond, some share one of
+_SHARED_LANES = 16
 
 Task = TypeVar("Task")
 
@@ -30,6 +32,8 @@ class Lanes(Generic[Task]):
         with self._lock:
             if self._closed:
                 return
+            if peer not in self._queues and len(self._queues) >= _MAX_LANES:
+                peer = hash(peer) % _SHARED_LANES
             tasks = self._queues.get(peer)
             if tasks is None:
                 tasks = self._queues[peer] = queue.SimpleQueue()

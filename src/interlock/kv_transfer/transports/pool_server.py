@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 _STRANGER_BYTES = 1 << 14  # of a message before the introduction
 _MAX_STRANGERS = 64  # connections without an introduction
 _MAX_CONNECTIONS = 4096
-_MAX_BUFFERED_BYTES = 64 << 20  # of messages that have not arrived whole, all peers together
+_MAX_BUFFERED_BYTES = 64 << 20  # of messages that have not arrived whole, and of answers, all peers together
 _NO_DESCRIPTOR_SECONDS = 0.05
 _MAX_UNSENT_BYTES = 4 << 20  # of answers that a peer does not take
 
@@ -37,6 +37,11 @@ class _Session:
         self.channel = channel
         self.unsent = bytearray()
         self.descriptors: Sequence[int] = ()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept for it."""
+        return self.channel.buffered + len(self.unsent)
 
 
 class PoolServer:
@@ -140,14 +145,19 @@ class PoolServer:
             if isinstance(answer, Welcome):
                 self._strangers.pop(session, None)
                 session.descriptors = self._descriptors
-            if len(session.unsent) > _MAX_UNSENT_BYTES:
-                raise KVTransferError("a peer does not take its answers")
+            self._check_unsent(session)
+        self._check_unsent(session)
         channel.take_descriptors(0)
-        if channel.buffered and sum(other.channel.buffered for other in self._sessions) > _MAX_BUFFERED_BYTES:
-            self._warnings.warn("peers send more of messages that do not end than is held; the longest was dropped")
-            self._drop(max(self._sessions, key=lambda other: other.channel.buffered))
+        if session.held and sum(other.held for other in self._sessions) > _MAX_BUFFERED_BYTES:
+            self._warnings.warn("peers send more of messages that do not end, or take fewer answers, than there is room for; the worst was dropped")
+            self._drop(max(self._sessions, key=lambda other: other.held))
             return True
         return open_still
+
+    @staticmethod
+    def _check_unsent(session: _Session) -> None:
+        if len(session.unsent) > _MAX_UNSENT_BYTES:
+            raise KVTransferError("a peer does not take its answers")
 
     def _flush(self, session: _Session) -> None:
         if session not in self._sessions:
