@@ -1,4 +1,6 @@
+import gc
 import threading
+import weakref
 
 import graph_kernels as k
 import numpy as np
@@ -267,6 +269,61 @@ def test_arguments_stay_alive_until_their_launch_has_retired(machine):
     machine.stream.synchronize()
     assert x.numpy().tobytes() == y.numpy().tobytes()
     assert len(noise) == 1000
+
+
+def interrupt_behind_submit(monkeypatch, team):
+    """From here on Ctrl-C comes right behind each native submit, before its answer is looked at."""
+    submit = team._submit
+
+    def submit_and_raise(*words):
+        submit(*words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(team, "_submit", submit_and_raise)
+
+
+def test_an_interrupt_right_behind_the_submit_of_a_launch_frees_nothing_that_is_queued(machine, monkeypatch):
+    timelines, _targets = closed_gate(machine)
+    launch_gate(machine.stream, timelines)
+    counter = Buffer.zeros((1,), "int64")
+    args = k.count_kernel().pack(counter=counter)
+    words = weakref.ref(args.words)
+    with monkeypatch.context() as patch:
+        interrupt_behind_submit(patch, machine.team)
+        with pytest.raises(KeyboardInterrupt):
+            machine.stream.launch(k.count_kernel(), args)
+    del args
+    gc.collect()
+    assert words() is not None
+    event = machine.stream.record()
+    assert not event.done
+    timelines.advance(0, 1)
+    assert event.wait()
+    assert counter.numpy()[0] == 2
+    machine.stream.synchronize()
+    assert words() is None
+
+
+def test_an_interrupt_right_behind_the_submit_of_a_replay_frees_nothing_that_is_queued(machine, monkeypatch):
+    timelines, _targets = closed_gate(machine)
+    launch_gate(machine.stream, timelines)
+    counter = Buffer.zeros((1,), "int64")
+    program = Program()
+    with machine.stream.capture(program, breaks=False):
+        machine.stream.launch(k.count_kernel(), k.count_kernel().pack(counter=counter))
+    kept = weakref.ref(program)
+    with monkeypatch.context() as patch:
+        interrupt_behind_submit(patch, machine.team)
+        with pytest.raises(KeyboardInterrupt):
+            machine.stream.replay(program)
+    del program
+    gc.collect()
+    assert kept() is not None
+    timelines.advance(0, 1)
+    machine.stream.synchronize()
+    assert counter.numpy()[0] == 2
+    machine.stream.synchronize()
+    assert kept() is None
 
 
 def test_profile_has_nanoseconds_of_every_launch_in_every_thread(machine):

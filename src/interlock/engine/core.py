@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.errors import KernelError
 from interlock.core.sampling_params import SamplingParams
@@ -24,7 +25,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class Runner(Protocol):
-    """What the engine needs of a runner. `execute_model` returns or raises only after everything that the step started has ended."""
+    """What the engine needs of a runner. `execute_model` returns, or raises KernelError, only after everything that the step started has
+    ended. While it runs, interrupts are held off; where it waits, it calls `core.interrupts.deliver`."""
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -61,8 +63,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None, *, connector: KVConnector | None = None, progress: Progress | None = None):
         self.config = config
-        with ExitStack() as made:  # given back here if anything below fails, Ctrl-C included; what the caller brought stays the caller's
-            self.lockstep = join_lockstep(config)
+        # What is made is given back here if anything below fails, Ctrl-C included; what the caller brought stays the caller's.
+        with interrupts.deferred(), ExitStack() as made:
+            with interrupts.served():  # waits for the other ranks
+                self.lockstep = join_lockstep(config)
             if self.lockstep is not None:
                 made.callback(self.lockstep.close)
             if runner is None:
@@ -79,11 +83,12 @@ class EngineCore:
             self.scheduler = Scheduler(
                 config, runner.kv_cache_config, self.max_model_len, eos_token_ids=model_config.eos_token_ids, connector=connector
             )
+            self._streams: dict[str, TextStream] = {}
+            self._arrivals = 0
+            self._counters = {"num_steps": 0, "num_computed_tokens": 0, "num_failed_steps": 0}
+            self.num_scheduled_tokens = 0
+            interrupts.deliver()
             made.pop_all()
-        self._streams: dict[str, TextStream] = {}
-        self._arrivals = 0
-        self._counters = {"num_steps": 0, "num_computed_tokens": 0, "num_failed_steps": 0}
-        self.num_scheduled_tokens = 0
 
     def make_request(
         self, request_id: str, prompt: Prompt | TokenizedPrompt, params: SamplingParams, *, seed: int | None = None, sample_index: int = 0
@@ -116,15 +121,25 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Take a request in. Raises RequestError if it cannot be served."""
-        self.scheduler.add_request(request)
-        self._streams[request.request_id] = self.detokenizer.stream(request.sampling_params.skip_special_tokens)
+        with interrupts.deferred():
+            self.scheduler.add_request(request)
+            self._streams[request.request_id] = self.detokenizer.stream(request.sampling_params.skip_special_tokens)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at any moment; its last delta comes with the next step. False if it is not alive."""
-        return self.scheduler.abort_request(request_id) is not None
+        with interrupts.deferred():
+            return self.scheduler.abort_request(request_id) is not None
 
     def step(self) -> list[RequestDelta]:
-        """Run one step. Call it while `has_work`; a step without tokens serves the connector alone, or keeps pace with the other ranks."""
+        """Run one step. Call it while `has_work`; a step without tokens serves the connector alone, or keeps pace with the other ranks.
+
+        An interrupt is raised while the step waits, and then ends its requests with 'error'; or at its end, if the caller has not deferred
+        it further, and then only what this would have returned is lost.
+        """
+        with interrupts.deferred():
+            return self._step()
+
+    def _step(self) -> list[RequestDelta]:
         if self.lockstep is not None:
             self.lockstep.begin_step(self.scheduler.has_unfinished_requests)
         output = self.scheduler.schedule()
@@ -156,7 +171,8 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.scheduler.blocks.reset_prefix_cache()
+        with interrupts.deferred():
+            self.scheduler.blocks.reset_prefix_cache()
 
     def audit(self) -> PoolAudit:
         """Count every block and check every rule of the pool."""
@@ -170,7 +186,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the runner and the connector. May be called twice."""
-        with ExitStack() as ends:  # in reverse order, and each although another fails
+        with interrupts.deferred(), ExitStack() as ends:  # in reverse order, and each although another fails
             if self.lockstep is not None:
                 ends.callback(self.lockstep.close)
             ends.callback(self.runner.shutdown)

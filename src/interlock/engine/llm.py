@@ -2,11 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig
 from interlock.core.errors import ConfigError, RequestError
 from interlock.core.memory import available_memory
@@ -48,11 +50,15 @@ class LLM:
         if isinstance(transfer, str):
             options["kv_transfer_config"] = _parse_object("kv_transfer_config", transfer)
         self.config = EngineConfig.from_mapping({"model": model, **options})
-        self.core = _make_core(self.config, runner, progress)
         self._num_prompts = 0
         self._closed = False
         self._live: set[str] = set()
         self._kept: list[RequestDelta] = []
+        with ExitStack() as unwanted:
+            with interrupts.deferred():
+                self.core = _make_core(self.config, runner, progress)
+                unwanted.callback(self.core.shutdown)
+            unwanted.pop_all()
 
     def generate(
         self,
@@ -68,12 +74,14 @@ class LLM:
         Raises RequestError, before anything runs, if any of them cannot be served.
         """
         results: dict[int, RequestOutput] = {}
-        started = self._start(prompts, sampling_params)
-        for delta in self._run(started):
-            if delta is not None and delta.output is not None:
-                results[delta.prompt_index] = delta.output
-                if progress is not None:
-                    progress(len(results), len(started))
+        with interrupts.deferred():  # whatever is raised in a step, nothing more is until its requests have left the engine
+            started = self._start(prompts, sampling_params)
+            for delta in self._run(started):
+                if delta is not None and delta.output is not None:
+                    results[delta.prompt_index] = delta.output
+                    if progress is not None:
+                        with interrupts.served():
+                            progress(len(results), len(started))
         return [results[index] for index in range(len(started))]
 
     def stream(
@@ -81,8 +89,12 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """As `generate`, but gives what each step added as it comes. Closing the iterator, or dropping it, aborts what is left of its
         prompts; closing the LLM ends it with a RequestError."""
-        deltas = self._run(self._start(prompts, sampling_params))
-        next(deltas)  # into its `try`: only a generator that has begun aborts its prompts when it is closed
+        with ExitStack() as unwanted:
+            with interrupts.deferred():
+                deltas = self._run(self._start(prompts, sampling_params))
+                next(deltas)  # into its `try`: only a generator that has begun aborts its prompts when it is closed
+                unwanted.callback(deltas.close)
+            unwanted.pop_all()
         return cast("Iterator[StreamDelta]", deltas)
 
     def chat(
@@ -124,9 +136,10 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and give its memory back. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self.core.shutdown()
+        with interrupts.deferred():
+            if not self._closed:
+                self._closed = True
+                self.core.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -153,6 +166,7 @@ class LLM:
         listed = list_prompts(prompts)
         params = list_params(listed, sampling_params)
         tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
+        interrupts.deliver()
         samples = []
         for prompt, wanted in zip(tokenized, params, strict=True):
             samples.append(PromptSamples(self.core, str(self._num_prompts), prompt, wanted))
@@ -163,12 +177,13 @@ class LLM:
                 prompt_samples.start()
                 started.append(prompt_samples)
                 self._live.update(request.request_id for request in prompt_samples.requests)
-        except RequestError:
+        except BaseException:
             self._abort(started)
             raise
         return started
 
     def _tokenize(self, number: int, prompt: Prompt, count: int) -> TokenizedPrompt:
+        interrupts.deliver()  # many and long prompts take their time
         try:
             return self.core.inputs.process(prompt)
         except RequestError as error:
@@ -176,23 +191,31 @@ class LLM:
                 raise
             raise RequestError(f"prompts[{number}] of {count}: {error}") from None
 
-    def _run(self, started: list[PromptSamples]) -> Iterator[StreamDelta | None]:
+    def _run(self, started: list[PromptSamples]) -> Generator[StreamDelta | None, None, None]:
         """None when it begins, then the deltas of prompts that have started. However it ends, none of them stays in the engine."""
         owners = {request.request_id: number for number, samples in enumerate(started) for request in samples.requests}
         try:
             yield None
             while not all(samples.finished for samples in started):
-                for delta in self._next_deltas(owners):
-                    number = owners[delta.request_id]
-                    samples = started[number]
-                    index = samples.take(delta)
-                    output = samples.output() if samples.finished else None
-                    yield StreamDelta(number, index, delta.text, delta.token_ids, delta.finish_reason, output)
+                with interrupts.deferred():
+                    deltas = [self._take(started, owners[delta.request_id], delta) for delta in self._next_deltas(owners)]
+                    interrupts.deliver()  # `generate` defers it further
+                yield from deltas
             if self.core.has_work and not self._closed:
                 self._step()  # tells the connector, and through it the peers, what has ended
         finally:
-            self._abort(started)
-            self._keep_pace()
+            try:
+                self._abort(started)
+            finally:
+                self._abort(started)  # an interrupt may have come just before the first call held it off
+                self._keep_pace()
+
+    @staticmethod
+    def _take(started: list[PromptSamples], number: int, delta: RequestDelta) -> StreamDelta:
+        samples = started[number]
+        index = samples.take(delta)
+        output = samples.output() if samples.finished else None
+        return StreamDelta(number, index, delta.text, delta.token_ids, delta.finish_reason, output)
 
     def _keep_pace(self) -> None:
         """Step while other ranks count on it."""
@@ -209,18 +232,20 @@ class LLM:
         return mine
 
     def _step(self) -> None:
-        self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
+        with interrupts.deferred():  # what is for others than the caller stays
+            self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
         others_busy = self.core.lockstep is not None and self.core.lockstep.others_busy
         pause = pause_seconds(self.core) if self.core.has_unfinished_requests and not self._kept and not others_busy else 0.0
         if pause:
             time.sleep(pause)
 
     def _abort(self, started: list[PromptSamples]) -> None:
-        """End what is left of these prompts, and forget them."""
-        for samples in started:
-            samples.abort()
-            self._live.difference_update(request.request_id for request in samples.requests)
-        self._kept = [delta for delta in self._kept if delta.request_id in self._live]
+        """End what is left of these prompts, and forget them. May be called twice."""
+        with interrupts.deferred():
+            for samples in started:
+                samples.abort()
+                self._live.difference_update(request.request_id for request in samples.requests)
+            self._kept = [delta for delta in self._kept if delta.request_id in self._live]
 
 
 def _make_core(config: EngineConfig, runner: Runner | None, progress: Progress | None) -> EngineCore:

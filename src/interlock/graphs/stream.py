@@ -28,7 +28,7 @@ class Event:
         return self.team.retired >= self.sequence
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait without the GIL, in slices between which signals are served. False if `timeout` seconds passed first.
+        """Wait without the GIL, in slices between which signals are served (a safe point). False if `timeout` seconds passed first.
 
         Raises StreamError if the team was shut down before.
         """
@@ -44,7 +44,8 @@ class Event:
 
 
 class Stream:
-    """Launches kernels on a thread team, in order and asynchronously. One Python thread at a time may launch, capture or replay.
+    """Launches kernels on a thread team, in order and asynchronously. One Python thread at a time may launch, capture or replay. Whatever a
+    signal handler raises in the middle of that: what was submitted keeps what it points to, and is covered by the next event.
 
     Every launch reads the step slot that was bound when it was submitted; a slot must stay alive until that launch has retired.
     """
@@ -55,7 +56,6 @@ class Stream:
         self._status: Buffer | None = None
         self._capturing: Program | None = None
         self._breaks = False
-        self._last = 0
 
     @property
     def capturing(self) -> bool:
@@ -75,8 +75,7 @@ class Stream:
         if self._capturing is not None:
             self._capturing.append(kernel, args, barrier=barrier)
             return
-        self._last = self.team.submit(self._require_slot(), 0, 1, kernel=kernel.address, arguments=args.address)
-        self.team.retain(self._last, args)
+        self.team.submit(self._slot or self._require_slot(), 0, 1, keep=args, kernel=kernel.address, arguments=args.address)
 
     def call(self, hook: Hook) -> None:
         """Call `hook` on this thread, between what was submitted before (which may still run) and what follows.
@@ -114,16 +113,15 @@ class Stream:
         address = 0 if profile is None else profile.address
         for piece in program.pieces:
             if isinstance(piece, Piece):
-                self._last = self.team.submit(slot, piece.launches.address, piece.num_launches, profile=address, first_launch=piece.first)
-                self.team.retain(self._last, (program, profile))
+                self.team.submit(slot, piece.launches.address, piece.num_launches, keep=(program, profile), profile=address, first_launch=piece.first)
             else:
                 piece()
 
     def record(self) -> Event:
-        """An event for all that was submitted to this stream so far."""
+        """An event for all that was submitted to this stream's team so far."""
         self._check_not_capturing("record")
         self.team.release_retired()
-        return Event(self.team, self._last)
+        return Event(self.team, self.team.submitted)
 
     def synchronize(self) -> None:
         """Wait until all that was submitted to this stream has ended; signals are served."""

@@ -7,8 +7,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, cast
 
+from interlock.core import interrupts
 from interlock.core.buffer import Buffer
 from interlock.core.errors import StreamError
 from interlock.kernels import native
@@ -22,7 +23,7 @@ WAIT_RETIRED: Final = NativeFunction("team_wait_retired", ("i64",) * 4, f"{_SOUR
 ABORT: Final = NativeFunction("team_abort", ("void", "i64"), f"{_SOURCE}:abort")
 TEAM_FUNCTIONS: Final = (TEAM_LOOP, SUBMIT, WAIT_RETIRED, ABORT)
 
-SLICE_NANOSECONDS: Final = 50_000_000  # the longest native wait: signals are served between two
+SLICE_NANOSECONDS: Final = int(interrupts.SLICE_SECONDS * 1e9)  # the longest native wait: signals are served between two
 
 _MAX_RETAINED: Final = 2048  # things kept alive for launches, after which those of retired ones are dropped even if nobody records an event
 
@@ -33,6 +34,7 @@ _teams: "weakref.WeakSet[ThreadTeam]" = weakref.WeakSet()
 
 class ThreadTeam:
     """`num_threads` threads that run every command together. Commands run in the order of submission, and retire in it.
+    One Python thread at a time submits; any may wait.
 
     Errors: StreamError after `shutdown`, and in a forked child, which has no team.
     """
@@ -45,6 +47,7 @@ class ThreadTeam:
         self._control = Buffer.zeros((num_control_words(num_threads),), "int64")
         self._words = self._control.numpy()
         self._words[WAKE_AT] = NEVER
+        self._view = memoryview(cast("Any", self._words))  # reads a word faster
         self._unusable: str | None = None
         # Submitting never waits, and giving the GIL up may cost milliseconds until another thread returns it.
         self._submit: Callable[..., int] = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)(SUBMIT.address)
@@ -76,12 +79,12 @@ class ThreadTeam:
     @property
     def retired(self) -> int:
         """Sequence number of the last command that has retired; 0 before the first."""
-        return int(self._words[RETIRED])
+        return self._view[RETIRED]
 
     @property
     def submitted(self) -> int:
         """Sequence number of the last command that was submitted; 0 before the first."""
-        return int(self._words[TAIL])
+        return self._view[TAIL]
 
     @property
     def cpus(self) -> list[int]:
@@ -89,35 +92,46 @@ class ThreadTeam:
         return [int(cpu) for cpu in self._words[THREAD_CPUS:]]
 
     def submit(
-        self, slot: int, launches: int, num_launches: int, *, profile: int = 0, first_launch: int = 0, kernel: int = 0, arguments: int = 0
+        self,
+        slot: int,
+        launches: int,
+        num_launches: int,
+        *,
+        keep: object,
+        profile: int = 0,
+        first_launch: int = 0,
+        kernel: int = 0,
+        arguments: int = 0,
     ) -> int:
         """Queue a command (fields: `kernels/control.py`); returns its sequence number. Waits, with signals served, while the ring is full.
 
-        The caller keeps all that the command points to alive until it has retired (`retain`).
+        keep: owns all that the command points to, but for the slot; stays alive until the command has retired, also if a signal handler
+        raises when the command is already queued and its number is not yet known here.
         """
         if self._unusable is not None:
             raise StreamError(self._unusable)
+        if len(self._retained) >= _MAX_RETAINED:
+            self.release_retired()
+        self._retained.append((self._view[TAIL] + 1, keep))
         while True:
             sequence = self._submit(self._control.address, slot, launches, num_launches, profile, first_launch, kernel, arguments)
             if sequence > 0:
                 return sequence
             self.wait_slice(-sequence)
 
-    def retain(self, sequence: int, thing: object) -> None:
-        """Keep `thing` alive until command `sequence` has retired."""
-        self._retained.append((sequence, thing))
-        if len(self._retained) > _MAX_RETAINED:
-            self.release_retired()
-
     def release_retired(self) -> None:
         """Drop what was kept alive for commands that have retired."""
-        retained, retired = self._retained, self.retired
+        retained, retired = self._retained, self._view[RETIRED]
         with self._retained_lock:
             while retained and retained[0][0] <= retired:
                 retained.popleft()
 
     def wait_slice(self, sequence: int, nanoseconds: int = SLICE_NANOSECONDS) -> bool:
-        """Sleep without the GIL until command `sequence` has retired, at most `nanoseconds`; may wake early. Whether it has retired."""
+        """Sleep without the GIL until command `sequence` has retired, at most `nanoseconds`; may wake early. Whether it has retired.
+
+        A safe point: what was noted of signals is delivered first.
+        """
+        interrupts.deliver()
         if self._unusable is not None and self.retired < sequence:
             raise StreamError(self._unusable)
         answer = self._wait(self._control.address, sequence, nanoseconds)
@@ -158,13 +172,14 @@ def _stop(
     retained: deque[tuple[int, object]],
 ) -> None:
     """End a team: abort, queue the stop command, join; only then drop what its launches point to. Must not refer to the team itself."""
-    abort(control.address)
-    while (sequence := submit(control.address, 0, 0, STOP, 0, 0, 0, 0)) < 0:
-        wait(control.address, -sequence, SLICE_NANOSECONDS)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
-    retained.clear()
+    with interrupts.deferred():
+        abort(control.address)
+        while (sequence := submit(control.address, 0, 0, STOP, 0, 0, 0, 0)) < 0:
+            wait(control.address, -sequence, SLICE_NANOSECONDS)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        retained.clear()
 
 
 def _mark_all_forked() -> None:

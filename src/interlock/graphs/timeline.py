@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from interlock.core import interrupts
 from interlock.core.buffer import Buffer
 from interlock.core.errors import StreamError
 from interlock.graphs.threads import SLICE_NANOSECONDS
@@ -85,6 +86,7 @@ class Timelines:
         address = self.address(layer)
         deadline = None if timeout is None else time.monotonic_ns() + int(timeout * 1e9)
         while True:
+            interrupts.deliver()
             remaining = SLICE_NANOSECONDS if deadline is None else deadline - time.monotonic_ns()
             if self._wait(address, stamp, max(0, min(remaining, SLICE_NANOSECONDS))):
                 return True

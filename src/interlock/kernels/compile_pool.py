@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from interlock.core import interrupts
 from interlock.core.errors import CompileError
 from interlock.kernels.native import NativeFunction
 
@@ -22,6 +23,11 @@ def compile_in_workers(functions: Sequence[NativeFunction], num_workers: int, fi
 
     Raises CompileError for the first that fails; those that are being compiled then are still finished. No worker outlives the call.
     """
+    with interrupts.deferred():
+        _compile_in_workers(functions, num_workers, finished)
+
+
+def _compile_in_workers(functions: Sequence[NativeFunction], num_workers: int, finished: Finished) -> None:
     pending = list(reversed(functions))
     failure: CompileError | None = None
     workers: list[_Worker] = []
@@ -32,7 +38,8 @@ def compile_in_workers(functions: Sequence[NativeFunction], num_workers: int, fi
                 workers[-1].send(pending.pop())
                 selector.register(workers[-1].answers, selectors.EVENT_READ, workers[-1])
             while selector.get_map():
-                for key, _ in selector.select():
+                interrupts.deliver()
+                for key, _ in selector.select(interrupts.SLICE_SECONDS):
                     worker: _Worker = key.data
                     try:
                         finished(*worker.receive())

@@ -9,7 +9,7 @@ import importlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,15 +54,11 @@ class NativeFunction:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A packed argument block: one 64-bit word per field. Keeps alive all that its addresses point into."""
+    """A packed argument block: one 64-bit word per field, the first at `address`. Keeps alive all that its addresses point into."""
 
     words: npt.NDArray[np.int64]
     owners: tuple[object, ...]
-
-    @property
-    def address(self) -> int:
-        """Address of the first word."""
-        return self.words.ctypes.data
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +99,8 @@ class Kernel:
                 words[self.index[name]] = struct.unpack("<q", struct.pack("<d", value))[0]
             else:
                 words[self.index[name]] = value
-        return Arguments(words, tuple(owners))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(cast("Any", words))) if self.fields else 0  # faster than `words.ctypes.data`
+        return Arguments(words, tuple(owners), address)
 
 
 def kernel(name: str, source: str, fields: Sequence[str], arguments: Sequence[str | int] = ()) -> Kernel:

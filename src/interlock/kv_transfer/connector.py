@@ -7,12 +7,14 @@ The engine creates an instance with role SCHEDULER, the runner one with role WOR
 
 # ruff: noqa: B027 (optional methods do nothing on purpose)
 
+import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from interlock.core import interrupts
 from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig, KVCacheConfig, KVTransferConfig
 from interlock.core.errors import ConfigError, LifecycleError
@@ -94,7 +96,10 @@ class ConnectorRequest(Protocol):
 
 
 class KVConnector(ABC):
-    """The connector interface. All methods run on the engine's thread; none may block without a bound."""
+    """The connector interface. All methods run on the engine's thread; none may block without a bound.
+
+    While they run, interrupts (whatever a Python signal handler raises) are held off, but for `may_wait`.
+    """
 
     supports_timelines: bool = False
     """True: the worker half reports the end of each transfer to the `ledger` that `start_load_kv` receives, from a thread of its own,
@@ -271,3 +276,9 @@ class KVConnector(ABC):
 
     def shutdown(self) -> None:
         """Stop threads, give memory and sockets back. May be called twice."""
+
+
+def may_wait(connector: KVConnector) -> contextlib.AbstractContextManager[None]:
+    """Around a call in which `connector` may wait, to start or stop a load, for one, or for a save. One without timelines does so in a way of its
+    own, which knows no safe points, so an interrupt comes as it would anywhere. One with timelines returns at once."""
+    return contextlib.nullcontext() if connector.supports_timelines else interrupts.served()

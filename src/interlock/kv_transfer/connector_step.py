@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from interlock.core import interrupts
 from interlock.core.errors import LifecycleError
 from interlock.core.forward_context import AttentionMetadata, CUDAGraphMode, ForwardContext
 from interlock.core.step import KVConnectorOutput, LoadPromise, SchedulerOutput
@@ -222,8 +223,9 @@ class KVStep:
             return
         pending = frozenset(block_id for promise in self._promises for block_id in promise.block_ids)
         try:
-            if self._stop_loads():
-                pending = self._ledger.unfinished_block_ids(self.context.step)
+            with interrupts.deferred():  # an interrupt of its own: this waits for the connector
+                if self._stop_loads():
+                    pending = self._ledger.unfinished_block_ids(self.context.step)
         finally:  # also if it is interrupted once more: then everything that was promised may still be written
             self._ledger.abandon_step(self.context.step)
             faults = self._connector.take_num_faults()

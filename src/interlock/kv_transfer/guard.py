@@ -1,7 +1,7 @@
 """Calls into a connector: what it raises, and what it answers that is no answer, costs what the call was about and nothing else.
 
 Only the calls themselves are guarded, here and nowhere else. What Interlock raises between them is a fault of its own and surfaces;
-KeyboardInterrupt and SystemExit pass.
+KeyboardInterrupt and SystemExit pass, and so does whatever a signal handler raises.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
+from interlock.core import interrupts
 from interlock.kv_transfer.connector import KVConnector
 from interlock.kv_transfer.transports.repeats import FirstWarnings
 
@@ -71,6 +72,8 @@ class ConnectorGuard:
         except passes:
             raise
         except Exception as error:
+            if interrupts.caused(error):
+                raise
             fault = f"{self.name}.{method} raised {type(error).__name__}: {error}"
             self._note(method, fault, about, cost, error)
         return Answer(otherwise, fault)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from interlock.core import interrupts
 from interlock.core.errors import KVTransferError
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import Clock, MonotonicClock
@@ -235,7 +236,8 @@ class Ledger:
                     if self.clock.now() >= record.deadline:
                         self._expire(record, record.timeout_cause)
                         break
-                    self.clock.wait_until(self._condition, record.deadline)
+                    self.clock.wait_until(self._condition, min(record.deadline, self.clock.now() + interrupts.SLICE_SECONDS))
+                    interrupts.deliver()
             finally:
                 record.awaited.remove(layers)
             return all(piece.complete for layer in layers for piece in record.by_layer[layer])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig, KVCacheConfig, KVTransferConfig
 from interlock.core.errors import ConfigError, InterlockError
 from interlock.kv_transfer.connector import KVConnector, KVConnectorRole
@@ -49,8 +50,8 @@ def named_faults(transfer: KVTransferConfig, fault: str) -> Iterator[None]:
     except (InterlockError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        if _import_path(transfer) in CONNECTORS.values():
-            raise  # a fault of ours
+        if interrupts.caused(error) or _import_path(transfer) in CONNECTORS.values():
+            raise  # no fault, or one of ours
         logger.debug("kv_connector %r %s", _import_path(transfer), fault, exc_info=True)
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"kv_connector {_import_path(transfer)!r} {fault}: {cause:.1000}") from error

@@ -6,7 +6,7 @@ from typing import Any
 
 from interlock.core.buffer import Buffer
 from interlock.core.forward_context import ForwardContext
-from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults
+from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults, may_wait
 from interlock.kv_transfer.guard import Answer, ConnectorGuard, expect, read_block_ids, read_stats, split_ids
 
 _LOADS = "the loads of this step count as failed"
@@ -44,23 +44,28 @@ class WorkerGuard:
 
     def start_load_kv(self, forward_context: ForwardContext, arguments: Mapping[str, Any]) -> str | None:
         """See `KVConnector.start_load_kv`."""
-        return self._guard.tell("start_load_kv", forward_context, keywords=arguments, cost=_LOADS)
+        with may_wait(self.connector):
+            return self._guard.tell("start_load_kv", forward_context, keywords=arguments, cost=_LOADS)
 
     def wait_for_layer_load(self, layer_name: str) -> str | None:
         """See `KVConnector.wait_for_layer_load`."""
-        return self._guard.tell("wait_for_layer_load", layer_name, cost=_LOADS)
+        with may_wait(self.connector):
+            return self._guard.tell("wait_for_layer_load", layer_name, cost=_LOADS)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Buffer, attn_metadata: Any) -> str | None:
         """See `KVConnector.save_kv_layer`."""
-        return self._guard.tell("save_kv_layer", layer_name, kv_layer, attn_metadata, cost=f"no further layer of this step is saved; {_SAVE}")
+        with may_wait(self.connector):
+            return self._guard.tell("save_kv_layer", layer_name, kv_layer, attn_metadata, cost=f"no further layer of this step is saved; {_SAVE}")
 
     def wait_for_save(self) -> None:
         """See `KVConnector.wait_for_save`."""
-        self._guard.tell("wait_for_save", cost=_SAVE)
+        with may_wait(self.connector):
+            self._guard.tell("wait_for_save", cost=_SAVE)
 
     def abort_loads(self, step: int) -> str | None:
         """See `KVConnector.abort_loads`."""
-        return self._guard.tell("abort_loads", step, cost="the blocks of loads that may not have ended stay quarantined")
+        with may_wait(self.connector):
+            return self._guard.tell("abort_loads", step, cost="the blocks of loads that may not have ended stay quarantined")
 
     def finish_forward(self) -> None:
         """See `KVConnector.finish_forward`."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig
 from interlock.core.errors import ConfigError, DataParallelError
 
 START_SECONDS = 600.0  # for the slowest rank to come up
 STEP_SECONDS = 1800.0  # for the slowest rank to come to a step; a rank that dies is noticed at once
 
-_SLICE = timedelta(milliseconds=50)  # the longest wait in which no signal is served
+_SLICE = timedelta(seconds=interrupts.SLICE_SECONDS)  # the longest wait in which no signal is served
 
 _AGREED = ("data_parallel_size", "cudagraph_mode", "enforce_eager", "capture_sizes", "max_num_seqs", "max_num_batched_tokens")
 
@@ -182,6 +183,7 @@ def join_lockstep(config: EngineConfig) -> Lockstep | None:
 
 def _wait(work: Any) -> None:
     while True:
+        interrupts.deliver()
         try:
             work.wait(_SLICE)
             return

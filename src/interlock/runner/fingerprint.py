@@ -27,7 +27,7 @@ def kernel_fingerprint(
     count = min(PROBE_TOKENS, shape.num_blocks * shape.block_size)
     blocks = list(range(-(-count // shape.block_size)))
     tokens = [(7919 * index + 1) % vocab_size for index in range(count)]
-    batch = InputBatch(config, shape, count)
+    batch = InputBatch(config, shape, count, stream.record)
     logits = None
     for start in range(0, count, config.max_num_batched_tokens):  # by the numerical law, chunks change nothing
         size = min(config.max_num_batched_tokens, count - start)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from interlock.core import interrupts
 from interlock.core.forward_context import BatchDescriptor, CUDAGraphMode
 from interlock.graphs.program import Program
 from interlock.graphs.stream import Stream
@@ -20,6 +21,7 @@ class GraphManager:
     def capture(self, descriptors: Iterable[BatchDescriptor]) -> None:
         """Capture one program per descriptor: whole for FULL, broken at the layer hooks for PIECEWISE. Runs no kernel."""
         for descriptor in descriptors:
+            interrupts.deliver()
             program = Program()
             with self._stream.capture(program, breaks=descriptor.cg_mode is CUDAGraphMode.PIECEWISE):
                 self._forward()

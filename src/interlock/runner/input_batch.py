@@ -1,6 +1,6 @@
 """From a SchedulerOutput to the inputs of a step: the runner's view of each request, and the step slot filled from it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.forward_context import AttentionMetadata
 from interlock.core.sampling_params import SamplingParams
 from interlock.core.step import CachedRequestData, NewRequestData, SchedulerOutput
+from interlock.graphs.stream import Event
 from interlock.runner.step_slot import StepSlot
 
 
@@ -83,9 +84,12 @@ class PreparedBatch:
 
 
 class InputBatch:
-    """Request states and the ring of step slots. A slot is refilled only after its step has retired (`depth` steps may be in flight)."""
+    """Request states and the ring of step slots. A slot is refilled only after its step has retired (`depth` steps may be in flight).
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, depth: int = 1) -> None:
+    record: gives an event for all that was launched so far (`Stream.record`).
+    """
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, record: Callable[[], Event], depth: int = 1) -> None:
         self._max_model_len = max_model_len
         self._block_size = kv_cache_config.block_size
         self._max_blocks = -(-max_model_len // self._block_size)
@@ -100,6 +104,8 @@ class InputBatch:
             for _ in range(depth + 1)
         ]
         self._next_slot = 0
+        self._record = record
+        self._ends: list[Event | None] = [None] * len(self._slots)  # of the last step of each slot
 
     def update_states(self, output: SchedulerOutput) -> None:
         """Forget finished and preempted requests, take in new ones, update known ones."""
@@ -113,9 +119,9 @@ class InputBatch:
             self._states[cached.req_id].update(cached)
 
     def prepare(self, output: SchedulerOutput) -> PreparedBatch:
-        """Fill the next slot for the step. `update_states` comes first."""
-        slot = self._slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self._slots)
+        """Fill the next slot for the step, when the slot's last step has retired: nobody need have waited for that (an interrupt).
+        `update_states` comes first."""
+        slot = self._take_slot()
         req_ids: list[str] = []
         sampling: list[str] = []
         start = max_query_len = max_seq_len = 0
@@ -145,6 +151,15 @@ class InputBatch:
             slot_mapping=slot.slot_mapping[:start],
         )
         return PreparedBatch(slot, req_ids, sampling, metadata)
+
+    def _take_slot(self) -> StepSlot:
+        number = self._next_slot
+        self._ends[number - 1] = self._record()  # whatever was launched by now belongs to earlier steps
+        end = self._ends[number]
+        if end is not None:
+            end.wait()
+        self._next_slot = (number + 1) % len(self._slots)
+        return self._slots[number]
 
     def append_sampled(self, sampled: dict[str, int]) -> None:
         """Add the tokens that a step sampled."""

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.core.errors import ConfigError
 from interlock.core.forward_context import CUDAGraphMode
@@ -62,6 +63,7 @@ def create_kv_driver(
     with ExitStack() as undo:
         connector = create_connector(config, KVConnectorRole.WORKER, shape)
         undo.callback(discard_connector, connector)
+        interrupts.deliver()
         caches = dict(zip(shape.layer_names, kv_cache.layers, strict=True))
         assert kv_cache.shared is not None
         with named_faults(transfer, "cannot register the KV cache"):

@@ -2,7 +2,9 @@
 
 from contextlib import ExitStack
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig
+from interlock.core.errors import KernelError
 from interlock.core.forward_context import BatchDescriptor, ForwardContext
 from interlock.core.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from interlock.graphs.program import Program
@@ -36,13 +38,14 @@ class ModelRunner:
         clock: Clock | None = None,
     ) -> None:
         self.config = config
-        with ExitStack() as resources:  # given back here if anything below fails, Ctrl-C included
-            model = RankModel.load(config, drafter, progress)
-            loaded = model.loaded
+        with interrupts.deferred(), ExitStack() as resources:  # given back here if anything below fails, Ctrl-C included
+            with interrupts.served():  # long, and holds nothing yet
+                model = RankModel.load(config, drafter, progress)
+                loaded = model.loaded
+                self._sampler = Sampler(model.workspace.logits, config.num_threads)
+                model.load_kernels(config, self._sampler.kernel, progress)
             self.model_config, self.tokenizer, self.max_model_len = loaded.config, loaded.tokenizer, model.max_model_len
             self.logits = model.workspace.logits
-            self._sampler = Sampler(self.logits, config.num_threads)
-            model.load_kernels(config, self._sampler.kernel, progress)
             device = RankDevice.open(config, model, resources)
             self.kv_cache, self.stream, self.kv_cache_config = device.kv_cache, device.stream, device.kv_shape
             self.timelines = StepTimelines.create(self.kv_cache_config.num_layers)
@@ -51,16 +54,27 @@ class ModelRunner:
             landed, written, layers = self.timelines.landed, self.timelines.written, self.kv_cache.layers
             ops = Ops(self.stream, loaded.config, layers, model.workspace, model.rope, hooks=self._kv, landed=landed, written=written)
             self._draft = DraftStage(drafter, self.stream, layers, written) if drafter is not None else None
-            self._input_batch = InputBatch(config, self.kv_cache_config, self.max_model_len)
+            self._input_batch = InputBatch(config, self.kv_cache_config, self.max_model_len, self.stream.record)
             self._graphs = GraphManager(self.stream, lambda: loaded.model.forward(ops))
             self._dispatcher = Dispatcher(supported_mode(config), config.capture_sizes, config.max_num_seqs, group)
             with self._kv.disabled():
                 self._graphs.capture(self._dispatcher.descriptors())
             self._kv.reset_capture_state()
+            interrupts.deliver()
             self._resources = resources.pop_all()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and wait for its tokens. Raises KernelError if a kernel reported a fault; the step then counts as not run."""
+        """Run one step and wait for its tokens. Raises KernelError if a kernel reported a fault; the step then counts as not run. Whatever
+        else is raised, an interrupt for one, aborts what the step has launched, without waiting for its end."""
+        try:
+            return self._execute(scheduler_output)
+        except KernelError:
+            raise
+        except BaseException:
+            self.stream.abort()
+            raise
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._input_batch.update_states(scheduler_output)
         batch = self._input_batch.prepare(scheduler_output)
         descriptor, dp_metadata = self._dispatcher.dispatch(batch.num_tokens, batch.uniform)

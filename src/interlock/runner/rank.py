@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from interlock.core import interrupts
 from interlock.core.buffer import Buffer
 from interlock.core.config import EngineConfig, KVCacheConfig
 from interlock.graphs import NATIVE_FUNCTIONS
@@ -76,6 +77,7 @@ class RankDevice:
         shared = config.kv_transfer_config is not None
         kv_cache = KVCache.allocate(model.kv_shape, shared=shared)
         resources.callback(kv_cache.close)
+        interrupts.deliver()
         team = ThreadTeam(config.num_threads)
         resources.callback(team.shutdown)
         stream = Stream(team)

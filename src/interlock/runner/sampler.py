@@ -13,15 +13,13 @@ class Sampler:
     def __init__(self, logits: Buffer, num_threads: int) -> None:
         vocab_size = logits.shape[1]
         stride = catalog.sample_scratch_bytes(vocab_size)
-        self._scratch = Buffer.zeros((num_threads * stride,), "uint8")
+        scratch = Buffer.zeros((num_threads * stride,), "uint8")
         self.kernel = catalog.sample()
-        self._args = (logits, vocab_size, stride)
+        self._arguments = self.kernel.pack(logits=logits, vocab_size=vocab_size, scratch=scratch, scratch_stride=stride)
 
     def launch(self, stream: Stream) -> None:
         """Launch the sampling of the bound slot's logits rows."""
-        logits, vocab_size, stride = self._args
-        args = self.kernel.pack(logits=logits, vocab_size=vocab_size, scratch=self._scratch, scratch_stride=stride)
-        stream.launch(self.kernel, args)
+        stream.launch(self.kernel, self._arguments)
 
 
 def sampled_tokens(batch: PreparedBatch) -> tuple[dict[str, int], dict[str, str]]:

@@ -11,7 +11,7 @@ from interlock.core.errors import ConfigError, LifecycleError
 from interlock.core.forward_context import ForwardContext
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.graphs.timeline import Timelines
-from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults
+from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults, may_wait
 from interlock.kv_transfer.connectors.multi_calls import call_all
 from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta
 from interlock.kv_transfer.connectors.multi_scheduler import MultiSchedulerHalf
@@ -166,7 +166,7 @@ class MultiConnector(KVConnector):
 
     def wait_for_save(self) -> None:
         """All children save."""
-        self.worker_half.for_each(lambda child: child.wait_for_save())
+        self.worker_half.for_each(_wait_for_save)
 
     def abort_loads(self, step: int) -> None:
         """See `KVConnector.abort_loads`."""
@@ -218,6 +218,11 @@ class MultiConnector(KVConnector):
         if self._worker is None:
             raise LifecycleError("a worker-side method was called on the scheduler half of MultiConnector")
         return self._worker
+
+
+def _wait_for_save(child: KVConnector) -> None:
+    with may_wait(child):
+        child.wait_for_save()
 
 
 def _child_engine_configs(config: EngineConfig) -> list[EngineConfig]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from interlock.core import interrupts
 from interlock.core.forward_context import CUDAGraphMode, ForwardContext
 from interlock.core.step import LoadPromise
-from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults
+from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults, may_wait
 from interlock.kv_transfer.connectors.multi_calls import ask, call_all
 from interlock.kv_transfer.connectors.multi_messages import ChildReport, MultiMetadata, MultiWorkerMeta, OwnedLoad
 from interlock.kv_transfer.ledger import Ledger
@@ -65,10 +66,13 @@ class MultiWorkerHalf:
             mine = tuple(promise for promise in output.load_promises if self._owner(promise.req_id) == index)
             self._fails[index] = partial(_fail, ledger, step, mine)
             try:
-                child.start_load_kv(forward_context, **{**arguments, "scheduler_output": dataclasses.replace(output, load_promises=mine)})
+                with may_wait(child):
+                    child.start_load_kv(forward_context, **{**arguments, "scheduler_output": dataclasses.replace(output, load_promises=mine)})
                 if mine and self._uses_ledger and not child.supports_timelines:
                     self._await_claim(index, forward_context, mine, ledger)
             except Exception as error:
+                if interrupts.caused(error):
+                    raise
                 self._has_failed(index, error)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -76,8 +80,11 @@ class MultiWorkerHalf:
         for index, child in enumerate(self._children):
             if index not in self._claimed:
                 try:
-                    child.wait_for_layer_load(layer_name)
+                    with may_wait(child):
+                        child.wait_for_layer_load(layer_name)
                 except Exception as error:
+                    if interrupts.caused(error):
+                        raise
                     self._has_failed(index, error)
 
     def results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
@@ -154,7 +161,8 @@ class MultiWorkerHalf:
             transfers = [ledger.begin_transfer(step, promise.req_id, layer, promise.start, promise.stop) for promise in mine]
             try:
                 if forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-                    child.wait_for_layer_load(layer_name)
+                    with may_wait(child):
+                        child.wait_for_layer_load(layer_name)
             except Exception as error:
                 for transfer in transfers:
                     ledger.end_transfer(transfer, _cause(error))
