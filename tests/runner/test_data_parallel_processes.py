@@ -69,8 +69,12 @@ def test_ranks_with_different_options_refuse_each_other(model, port):
     assert "max_num_seqs is 7 on data-parallel rank 1 and 8 on rank 0" in str(errors[1])
 
 
+def interrupt(rank):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep):
+def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep, monkeypatch):
     prompts = [PROMPT[: 3 + 2 * index] for index in range(7)]
     counts = [20, 1, 5, 9, 2, 3, 11]
     with LLM(model, enforce_eager=True, **OPTIONS) as alone:
@@ -83,6 +87,11 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep):
         with pytest.raises(RequestError, match="sampling_params is 5, expected SamplingParams"):
             ranks.generate([PROMPT], 5)
         assert generate(ranks, prompts, counts) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_answer", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(ranks, prompts[::-1], counts)
+        assert generate(ranks, prompts, counts) == expected, "an answer to the call that was interrupted was taken for one to this call"
         ranks._processes[1].kill()
         with pytest.raises(DataParallelError, match="rank 1 has ended"):
             generate(ranks, prompts, counts)

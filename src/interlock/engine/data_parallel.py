@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+from interlock.core import interrupts
 from interlock.core.config import EngineConfig
 from interlock.core.errors import DataParallelError, InterlockError
 from interlock.core.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ class DataParallelLLM:
         options.setdefault("data_parallel_master_port", _free_port())
         config = EngineConfig.from_mapping({"model": model, "data_parallel_size": data_parallel_size, **options})
         context = multiprocessing.get_context("spawn")
+        self._num_calls = 0
         self._connections: list[Connection] = []
         self._processes = []
         try:
@@ -56,14 +58,17 @@ class DataParallelLLM:
         """Complete one prompt or a list of them, dealt out to the ranks in turn; results are in their order. sampling_params: one for all, or one
         for each.
 
-        Raises RequestError if one cannot be served, DataParallelError if a rank is gone.
+        Raises RequestError if one cannot be served, DataParallelError if a rank is gone. An interrupt leaves the ranks at work on what they
+        were given; they are ready for the next call when that is done.
         """
         size = len(self._connections)
         listed = list_prompts(prompts)
         params = list_params(listed, sampling_params)
-        for rank in range(size):
-            self._send(rank, (listed[rank::size], params[rank::size]))
-        answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
+        with interrupts.deferred():
+            self._num_calls += 1
+            for rank in range(size):
+                self._send(rank, (self._num_calls, listed[rank::size], params[rank::size]))
+            answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
         for answer in answers:
             if isinstance(answer, DataParallelError):
                 self.close()
@@ -96,8 +101,14 @@ class DataParallelLLM:
             raise self._gone(rank) from None
 
     def _answer(self, rank: int) -> Any:
+        """The rank's answer to the last call; those to earlier ones, which were interrupted, are dropped."""
+        connection, call, answer = self._connections[rank], -1, None
         try:
-            return self._connections[rank].recv()
+            while call != self._num_calls:
+                interrupts.deliver()
+                if connection.poll(interrupts.SLICE_SECONDS):
+                    call, answer = connection.recv()
+            return answer
         except (EOFError, OSError):
             raise self._gone(rank) from None
 
@@ -118,23 +129,23 @@ def _serve(config: EngineConfig, connection: Connection) -> None:
     try:
         llm = LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     except InterlockError as error:
-        connection.send(error)
+        connection.send((0, error))
         return
     with llm:
-        connection.send(None)
+        connection.send((0, None))
         while True:
             try:
-                prompts, params = connection.recv()
+                call, prompts, params = connection.recv()
             except EOFError:
                 return
             try:
                 answer: Any = llm.generate(prompts, params)
             except DataParallelError as error:
-                connection.send(error)
+                connection.send((call, error))
                 raise
             except InterlockError as error:
                 answer = error
-            connection.send(answer)
+            connection.send((call, answer))
 
 
 def _end_with_parent() -> None:
