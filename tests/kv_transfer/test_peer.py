@@ -305,6 +305,27 @@ def test_a_lease_that_expires_in_mid_read_is_a_failure(engines, held):
     assert "lease" in result[0].load_errors["d"]
 
 
+@pytest.mark.parametrize("start", [-1e6, 1e6])
+@over_all_transports
+def test_a_lease_counts_in_its_producers_seconds_whatever_the_consumers_clock_shows(engines, start):
+    class OtherHost(PeerConnector):
+        clock = VirtualClock(start)
+
+    class Here(PeerConnector):
+        clock = VirtualClock()
+
+    producer, consumer = engines(connector=Here), engines(connector=OtherHost)
+    producer.fill(1)
+    params = producer.prefill("p", TOKENS[:12], [5, 2, 7])
+    _, promises = consumer.admit("d", TOKENS[:12], params, [1, 6, 3])
+    assert not consumer.step(CUDAGraphMode.FULL, promises).load_errors
+    assert np.array_equal(consumer.positions([1, 6, 3], 0, 11), producer.positions([5, 2, 7], 0, 11))
+    params = resigned(producer, producer.prefill("q", TOKENS[:8], [1, 4]), remote_blocks_expiry_time=0.0)
+    _, promises = consumer.admit("e", TOKENS[:8], params, [2, 4])
+    consumer.scheduler._scheduler_half.consumer.take_kept()
+    assert "lease" in consumer.step(CUDAGraphMode.FULL, promises).load_errors["e"]
+
+
 def test_heartbeats_extend_a_lease_and_without_them_it_expires(engines, held):
     producer, consumer = engines(connector=held), engines(connector=held)
     params = producer.prefill("p", TOKENS[:8], [1, 2])

@@ -59,7 +59,7 @@ def receive(channel):
 
 def introduce(engine_id, description=POOL):
     ours = msgspec.structs.replace(HELLO, pool=description)
-    return PeerPool(SharedMemoryTransport(copy_list), PeerAddress(engine_id), ours, None, 10.0, lambda: False)
+    return PeerPool(SharedMemoryTransport(copy_list), PeerAddress(engine_id), ours, None, MonotonicClock(), 10.0, lambda: False)
 
 
 def assert_serves(engine_id):

@@ -102,7 +102,7 @@ class Endpoint:
         """The pool of the other side."""
         peer = PeerAddress(engine_id, 0, None if port is None else "127.0.0.1", port)
         ours = hello(self._engine_id, self._description, self.transport.kind)
-        pool = PeerPool(self.transport, peer, ours, None, _TIMEOUT_SECONDS, lambda: False)
+        pool = PeerPool(self.transport, peer, ours, None, MonotonicClock(), _TIMEOUT_SECONDS, lambda: False)
         self._opened.callback(pool.close)
         return pool
 

@@ -16,7 +16,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's monotonic clock; on Linux all processes of a host share it."""
+    """The machine's monotonic clock: other hosts' have another start."""
 
     def now(self) -> float:
         """Seconds since the machine started."""

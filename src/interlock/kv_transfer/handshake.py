@@ -14,7 +14,7 @@ from interlock.core.config import KVCacheConfig
 from interlock.core.errors import KVTransferError, PeerMismatchError
 from interlock.kv_transfer.references import KEY_BYTES, MAX_EPOCH
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 LAYOUT = "LBKHSD"  # layer, block, key or value, head, slot, dimension
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_BLOCKS = 1 << 16  # of one announcement
@@ -69,7 +69,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag="proof"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The engine agrees. layer_offsets: bytes from the pool's start; key: which it signs the references of this life with.
+    """The engine agrees. layer_offsets: bytes from the pool's start; key: which it signs the references of this life with; now: what
+    the clock shows whose seconds it counts leases in.
 
     Shared memory: two descriptors come with it, the pool and its control page. NIXL: `agent` is the agent's metadata, and the two
     segments stand at these addresses of the engine.
@@ -85,6 +86,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     pool_address: _Address = 0
     control_address: _Address = 0
     key: _Key = b""
+    now: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -100,7 +102,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class Leases(msgspec.Struct, frozen=True, kw_only=True, tag="leases"):
-    """The answer to a heartbeat: end of each lease that exists, in seconds of the host's monotonic clock."""
+    """The answer to a heartbeat: end of each lease that exists, in seconds of the producer's clock."""
 
     expiry: dict[str, float]
 

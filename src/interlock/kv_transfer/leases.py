@@ -30,6 +30,10 @@ class LeaseTable:
         self._ended: set[str] = set()
         self._early: OrderedDict[str, None] = OrderedDict()
 
+    def now(self) -> float:
+        """Seconds of the clock that ends of leases are counted in."""
+        return self._clock.now()
+
     def grant(self, lease_id: str, request_id: str) -> None:
         """A lease of a request's blocks begins; it runs for `duration` seconds."""
         with self._lock:

@@ -30,7 +30,7 @@ class RemoteReference(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of a finished request of another engine: positions [0, num_tokens), in `block_ids` of `block_size` positions each.
 
     epoch: the life of the producer that gave it; generations: of each block, when it was given; token_digest: of the tokens at these
-    positions; expiry: end of the lease in seconds of the host's monotonic clock, if it is not extended; request_id: the producer's
+    positions; expiry: end of the lease in seconds of the producer's monotonic clock, if it is not extended; request_id: the producer's
     name for the lease; host, port: where its side channel listens, None for an engine of this host that is found by its id.
 
     push: the producer writes these positions into our blocks, under the transfer id `request_id`; there are no blocks to read then

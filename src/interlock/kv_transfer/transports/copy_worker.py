@@ -251,7 +251,7 @@ class CopyWorker:
         reference = item.opened.read.reference
         try:
             item.transfer.wait(lambda: job.aborted)
-            if self._clock.now() >= self._pools.lease_end(reference):
+            if self._clock.now() >= item.opened.pool.our_seconds(self._pools.lease_end(reference)):
                 return "the producer's lease of the blocks ended before the read was confirmed"
             return item.opened.pool.confirm(reference.epoch, item.opened.block_ids, item.opened.generations)
         except KVTransferError as error:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from interlock.core.errors import KVTransferError, PeerMismatchError
 from interlock.kv_transfer.handshake import (
     NONCE_BYTES,
@@ -131,7 +133,7 @@ class PeerDesk:
             check_proof(message.proof, self._secret, "client", asked.nonce, asked.hello.nonce, asked.hello.engine_id)
             introduced = asked.hello
         self._introduced[session] = introduced.engine_id
-        return self._welcome
+        return msgspec.structs.replace(self._welcome, now=self._leases.now())
 
     def _serve(self, engine_id: str, message: Message) -> Message | None:
         if isinstance(message, Heartbeat):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -34,13 +35,22 @@ class PeerPool:
     """A peer's pool as seen from here. Raises KVTransferError (PeerMismatchError for a peer that does not match) when it is made."""
 
     def __init__(
-        self, transport: Transport, peer: PeerAddress, ours: Hello, secret: bytes | None, timeout: float, aborted: Callable[[], bool]
+        self,
+        transport: Transport,
+        peer: PeerAddress,
+        ours: Hello,
+        secret: bytes | None,
+        clock: Clock,
+        timeout: float,
+        aborted: Callable[[], bool],
     ) -> None:
         self.lock = threading.Lock()  # one exchange of messages at a time
+        asked = clock.now()
         self.connection, welcome = _meet(transport, peer, ours, secret, timeout, aborted)
+        self._ahead = welcome.now - asked
         try:
             check_pool(ours.pool, welcome.pool, peer.engine_id)
-            _check_offsets(welcome)
+            _check_welcome(welcome)
             self.engine_id = peer.engine_id
             self.epoch = welcome.epoch
             self.key = welcome.key
@@ -55,6 +65,10 @@ class PeerPool:
     def alive(self) -> bool:
         """Whether the peer was there, as far as is known at this moment."""
         return self.connection.alive
+
+    def our_seconds(self, theirs: float) -> float:
+        """When, by our clock, the peer's clock will show `theirs`, or a little earlier: by as much as the introduction took."""
+        return theirs - self._ahead
 
     def layer_address(self, layer: int) -> int:
         """Where the layer's `[num_blocks, 2, num_kv_heads, block_size, head_dim]` begins, as descriptors name it."""
@@ -157,7 +171,7 @@ class PeerPools:
                 pool.close()
                 pool = None
             if pool is None:
-                pool = PeerPool(self._transport, peer, self._ours, self._secret, self._handshake_timeout, aborted)
+                pool = PeerPool(self._transport, peer, self._ours, self._secret, self._clock, self._handshake_timeout, aborted)
                 self._pools[key] = pool
         finally:
             peer_lock.release()
@@ -186,7 +200,7 @@ class PeerPools:
             pool.connection.send(message, self._handshake_timeout)
 
     def lease_end(self, reference: RemoteReference) -> float:
-        """Until when (the clock's seconds) the producer keeps the blocks, as far as is known here."""
+        """Until when (seconds of the producer's clock) it keeps the blocks, as far as is known here."""
         with self._condition:
             return self._lease_ends.get(reference.key, reference.expiry)
 
@@ -318,8 +332,10 @@ def _order(reference: RemoteReference) -> _Key:
     return peer_of(reference).key
 
 
-def _check_offsets(welcome: Welcome) -> None:
+def _check_welcome(welcome: Welcome) -> None:
     pool = welcome.pool
+    if not math.isfinite(welcome.now):
+        raise KVTransferError(f"engine {welcome.engine_id!r} says that its clock shows {welcome.now}, expected a finite number of seconds")
     if pool.dtype not in ITEM_SIZES:
         raise KVTransferError(f"engine {welcome.engine_id!r} holds KV of dtype {pool.dtype!r}, expected one of {sorted(ITEM_SIZES)}")
     layer_bytes = 2 * pool.num_blocks * pool.num_kv_heads * pool.block_size * pool.head_dim * ITEM_SIZES[pool.dtype]
