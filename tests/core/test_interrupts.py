@@ -265,3 +265,18 @@ def test_handlers_are_given_back_although_one_raises_meanwhile(monkeypatch):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGUSR1) is raise_error
+
+
+def test_nothing_that_was_noted_is_left_for_later_although_something_comes_right_before_its_delivery(monkeypatch):
+    real, calls = interrupts._deliver, []
+
+    def deliver():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt  # at its first bytecode
+        real()
+
+    monkeypatch.setattr(interrupts, "_deliver", deliver)
+    with pytest.raises((KeyboardInterrupt, HandlerError)), interrupts.deferred():
+        signal.raise_signal(signal.SIGUSR1)
+    assert not interrupts._MainThread.pending

@@ -92,7 +92,10 @@ class _Region:
             if self._outermost:
                 _MainThread.raised = None
             if not _MainThread.holding:
-                _deliver()
+                try:
+                    _deliver()
+                finally:  # something may have come before it had begun; nothing is left for the next region
+                    _deliver()
 
 
 def deferred() -> AbstractContextManager[None]:
