@@ -257,7 +257,7 @@ def test_a_push_that_never_begins_is_given_up_and_the_producer_forgets_it(push_p
     wait_for(lambda: bool(sender._early))
     OnVirtualTime.clock.advance(31.0)
     assert wait_received(consumer).failed_recving == {"d"}
-    assert not sender._early
+    wait_for(lambda: not sender._early)
 
 
 def test_a_push_that_stalls_past_the_deadline_of_its_step_is_stopped_at_the_producer(push_pair, monkeypatch):

@@ -11,7 +11,9 @@ from push_support import BLOCKS, OURS, TOKENS, Prefill, assert_handed_over, deco
 
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.kv_transfer.connectors import peer_worker, push_sender
+from interlock.kv_transfer.references import from_params
 from interlock.kv_transfer.transports.nixl_memory import NixlMemory, NixlTransfer
+from interlock.kv_transfer.transports.peer_client import peer_of
 
 over_tcp = pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 over_nixl = pytest.mark.parametrize("transport", ["nixl", "tcp"], indirect=True)
@@ -81,6 +83,18 @@ class TestReadsOverTcp:
         _, promises = consumer.admit("again", TOKENS[:12], params, [1, 2, 3])
         assert not consumer.step(CUDAGraphMode.FULL, promises).load_errors
         assert np.array_equal(consumer.positions([4, 5, 6], 0, 12), before)
+
+    @over_tcp
+    def test_later_loads_from_it_fail_at_once(self, engines, producer_process, monkeypatch):
+        params = producer_process.ask("prefill", "later", TOKENS[:12], [5, 2, 7])
+        consumer, _ = self.read(engines, producer_process, monkeypatch)
+        peer = peer_of(from_params(params))
+        wait_for(lambda: consumer.worker._worker_half.pools.is_silent(peer))
+        consumer.driver.load_timeout = 3600.0
+        _, promises = consumer.admit("later", TOKENS[:12], params, [1, 2, 3])
+        output = consumer.step(CUDAGraphMode.FULL, promises)
+        assert "no sign of life" in output.load_errors["later"]
+        assert not output.pending_block_ids
 
     @over_tcp
     def test_a_producer_that_dies_ends_it(self, engines, producer_process, monkeypatch):

@@ -91,7 +91,11 @@ class PushReceiver:
         with self._lock:
             self._incoming[incoming.nonce] = incoming
             self._awaits.notify()
-        self._put(incoming, incoming)
+        peer = peer_of(reference)
+        if self._lanes.is_busy(peer.key) and self._pools.is_silent(peer):
+            self._fail(incoming, f"engine {peer.engine_id!r} gives no sign of life, and holds up what was asked of it before")
+        else:
+            self._put(incoming, incoming)
 
     def notified(self, data: bytes) -> None:
         """A transport's notification; what is no message is dropped."""
@@ -202,7 +206,10 @@ class PushReceiver:
         except KVTransferError as error:
             self._fail(incoming, str(error))
             return
-        incoming.announced = True
+        with self._lock:
+            if incoming.nonce not in self._incoming:
+                return
+            incoming.announced = True
         try:
             answer = self._pools.ask(peer, message, lambda: incoming.cause is not None)
         except KVTransferError as error:
@@ -261,6 +268,9 @@ class PushReceiver:
         """The producer is to stop first; the load has failed when it has."""
         with self._lock:
             if incoming.cause is None and incoming.nonce in self._incoming:
+                if not incoming.announced:
+                    self._fail(incoming, cause)
+                    return
                 incoming.cause = cause
                 incoming.abort.numpy()[0] = 1
                 incoming.cancelling = True

@@ -198,6 +198,11 @@ class Channel:
         return taken
 
     @property
+    def silent(self) -> bool:
+        """Whether the peer has been missed: it gave no sign of life for `_SILENT_SECONDS`."""
+        return self._silent
+
+    @property
     def alive(self) -> bool:
         """Whether the peer holds its end open and has given signs of life, as far as is known at this moment."""
         try:

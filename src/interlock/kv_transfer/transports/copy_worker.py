@@ -19,7 +19,7 @@ from interlock.kv_transfer.references import RemoteReference
 from interlock.kv_transfer.transfers import copy_descriptors
 from interlock.kv_transfer.transports.lanes import Lanes
 from interlock.kv_transfer.transports.peer_client import PeerPool, PeerPools, peer_of
-from interlock.kv_transfer.transports.transport import Descriptors, Transfer
+from interlock.kv_transfer.transports.transport import Descriptors, PeerAddress, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class ReadJob:
 
     key: int | str
     reads: Sequence[Read]
-    parts: int = 0
+    parts: "set[_Part]" = field(default_factory=set)
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
     on_late: Callable[[Sequence[str]], None] | None = None
@@ -132,12 +132,13 @@ class _InFlight:
     transfer: Transfer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Part:
     """What a job reads from one producer."""
 
     job: ReadJob
     reads: Sequence[Read]
+    begun: bool = False
 
 
 class CopyWorker:
@@ -153,15 +154,19 @@ class CopyWorker:
         self._lanes = Lanes(name, self._run)
 
     def submit(self, job: ReadJob) -> None:
-        """Have reads made; returns at once."""
-        groups: dict[object, list[Read]] = {}
+        """Have reads made; returns at once. Those from a producer that stands still, and holds earlier ones up, fail."""
+        groups: dict[PeerAddress, list[Read]] = {}
         for read in job.reads:
-            groups.setdefault(peer_of(read.reference).key, []).append(read)
-        job.parts = len(groups)
+            groups.setdefault(peer_of(read.reference), []).append(read)
+        parts = {peer: _Part(job, reads) for peer, reads in groups.items()}
+        job.parts.update(parts.values())
         with self._lock:
             self._jobs[job.key] = job
-        for peer, reads in groups.items():
-            self._lanes.put(peer, _Part(job, reads))
+        for peer, part in parts.items():
+            if self._lanes.is_busy(peer.key) and self._pools.is_silent(peer):
+                self._drop(part, f"engine {peer.engine_id!r} gives no sign of life, and holds up what was read before")
+            else:
+                self._lanes.put(peer.key, part)
 
     def abort(self, key: int | str, timeout: float, on_late: Callable[[Sequence[str]], None]) -> None:
         """Stop a job's reads, and return when none of them can write any more. Nothing happens if they have ended.
@@ -174,6 +179,8 @@ class CopyWorker:
         if job is None:
             return
         job.give_up()
+        for part in list(job.parts):
+            self._drop(part, "the read was stopped before it began")
         if not job.quiescent.wait(timeout):
             with self._lock:
                 if not job.quiescent.is_set():
@@ -195,6 +202,10 @@ class CopyWorker:
 
     def _run(self, part: _Part) -> None:
         job = part.job
+        with self._lock:
+            if part.begun:
+                return
+            part.begun = True
         try:
             self._execute(job, part.reads)
         except Exception as error:
@@ -202,14 +213,28 @@ class CopyWorker:
             for read in part.reads:
                 self._end(read, 0, f"the copy thread raised {type(error).__name__}: {error}")
         finally:
-            with self._lock:
-                job.parts -= 1
-                on_late = job.on_late if not job.parts else None
-                if not job.parts:
-                    del self._jobs[job.key]
-                    job.quiescent.set()
-            if on_late is not None:
-                on_late([read.promise.req_id for read in job.reads])
+            self._over(part)
+
+    def _drop(self, part: _Part, cause: str) -> None:
+        """End what has not begun."""
+        with self._lock:
+            if part.begun:
+                return
+            part.begun = True
+        for read in part.reads:
+            self._end(read, 0, cause)
+        self._over(part)
+
+    def _over(self, part: _Part) -> None:
+        job = part.job
+        with self._lock:
+            job.parts.discard(part)
+            on_late = job.on_late if not job.parts else None
+            if not job.parts:
+                del self._jobs[job.key]
+                job.quiescent.set()
+        if on_late is not None:
+            on_late([read.promise.req_id for read in job.reads])
 
     def _execute(self, job: ReadJob, reads: Sequence[Read]) -> None:
         began = self._clock.now()

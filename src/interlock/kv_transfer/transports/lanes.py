@@ -25,6 +25,7 @@ class Lanes(Generic[Task]):
         self._lock = threading.Lock()
         self._queues: dict[Hashable, queue.SimpleQueue[Task | None]] = {}
         self._threads: dict[Hashable, threading.Thread] = {}
+        self._num_tasks: dict[Hashable, int] = {}
         self._closed = False
 
     def put(self, peer: Hashable, task: Task) -> None:
@@ -39,7 +40,13 @@ class Lanes(Generic[Task]):
                 tasks = self._queues[peer] = queue.SimpleQueue()
                 thread = self._threads[peer] = threading.Thread(target=self._serve, args=(peer, tasks), name=self._name, daemon=True)
                 thread.start()
+            self._num_tasks[peer] = self._num_tasks.get(peer, 0) + 1
             tasks.put(task)
+
+    def is_busy(self, peer: Hashable) -> bool:
+        """Whether a task of the peer is waiting or being run."""
+        with self._lock:
+            return self._num_tasks.get(peer, 0) > 0
 
     def close(self) -> None:
         """Run what is waiting, and end the threads. May be called twice."""
@@ -61,9 +68,12 @@ class Lanes(Generic[Task]):
                 with self._lock:
                     if tasks.empty():
                         del self._queues[peer], self._threads[peer]
+                        self._num_tasks.pop(peer, None)
                         return
                 continue
             try:
                 self._run(task)
             except Exception:
                 logger.exception("a task of %s failed", self._name)
+            with self._lock:
+                self._num_tasks[peer] -= 1

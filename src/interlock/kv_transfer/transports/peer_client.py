@@ -22,7 +22,7 @@ from interlock.kv_transfer.references import RemoteReference, verify
 from interlock.kv_transfer.transports.desk import introduce
 from interlock.kv_transfer.transports.lanes import Lanes
 from interlock.kv_transfer.transports.repeats import FirstWarnings
-from interlock.kv_transfer.transports.transport import Connection, PeerAddress, Transport
+from interlock.kv_transfer.transports.transport import Connection, PeerAddress, PeerGoneError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,7 @@ class PeerPools:
         self._lanes: Lanes[Callable[[], None]] = Lanes("interlock-peer-notices", lambda talk: talk())
         self._beating: set[_Key] = set()
         self._pools: dict[_Key, PeerPool] = {}
+        self._silent: set[_Key] = set()
         self._peer_locks: dict[_Key, threading.Lock] = {}
         self._pools_lock = threading.Lock()
         self._condition = threading.Condition()
@@ -167,12 +168,18 @@ class PeerPools:
         try:
             pool = self._pools.get(key)
             if pool is not None and (not pool.alive or self._has_restarted(pool, peer, aborted)):
+                if pool.connection.silent:
+                    self._silent.add(key)
                 del self._pools[key]
                 pool.close()
                 pool = None
             if pool is None:
                 pool = PeerPool(self._transport, peer, self._ours, self._secret, self._clock, self._handshake_timeout, aborted)
                 self._pools[key] = pool
+                self._silent.discard(key)
+        except PeerGoneError:
+            self._silent.discard(key)
+            raise
         finally:
             peer_lock.release()
         return pool
@@ -182,6 +189,12 @@ class PeerPools:
         pool = self._pools.get(self._at(peer).key)
         return pool is not None and pool.alive
 
+    def is_silent(self, peer: PeerAddress) -> bool:
+        """Whether a peer that was there stands still, as far as is known at this moment."""
+        key = self._at(peer).key
+        pool = self._pools.get(key)
+        return key in self._silent or (pool is not None and pool.connection.silent)
+
     def ask(self, peer: PeerAddress, message: Message, aborted: Callable[[], bool]) -> Message:
         """Send a message and return its answer. Raises KVTransferError; a connection whose answer did not come is not used again."""
         pool = self.get(peer, aborted)
@@ -190,6 +203,8 @@ class PeerPools:
                 pool.connection.send(message, self._handshake_timeout)
                 return pool.connection.receive(self._handshake_timeout, aborted)
             except KVTransferError:
+                if pool.alive and not aborted():
+                    self._silent.add(self._at(peer).key)
                 pool.connection.close()
                 raise
 

@@ -104,6 +104,10 @@ class Connection(Protocol):
     def alive(self) -> bool:
         """Whether the peer was there, as far as is known at this moment. A peer that stands still is missed after about three seconds."""
 
+    @property
+    def silent(self) -> bool:
+        """Whether it has been missed."""
+
     def close(self) -> None:
         """May be called twice."""
 
