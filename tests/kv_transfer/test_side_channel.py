@@ -407,3 +407,22 @@ def test_many_sessions_are_forgotten_the_longest_silent_first(side, monkeypatch)
     for connection in connections[:2]:
         with pytest.raises(KVTransferError, match="lost"):
             connection.receive(10.0, lambda: False)
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    return ours, theirs
+
+
+@pytest.mark.parametrize("connect", [socket.socketpair, tcp_pair], ids=["unix", "tcp"])
+def test_a_peer_that_has_closed_is_gone_although_words_of_it_are_unread(connect):
+    ours, theirs = connect()
+    with contextlib.closing(channel_module.Channel(ours)) as channel, theirs:
+        theirs.send(b"unread")
+        assert channel.alive
+        theirs.close()
+        assert not channel.alive
+        channel.close()
+        assert not channel.alive

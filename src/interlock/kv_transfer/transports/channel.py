@@ -27,6 +27,7 @@ _MAX_DESCRIPTORS = 4
 _SLICE_SECONDS = 0.05  # how late an abort may be noticed
 _PING_SECONDS = 0.5  # between two signs of life that are asked for
 _SILENT_SECONDS = 2.5  # after which one that has not come is missed
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # beside what poll always reports; seen although there is something left to read
 _SIGN_OF_LIFE = _LENGTH.pack(0)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -205,12 +206,12 @@ class Channel:
     @property
     def alive(self) -> bool:
         """Whether the peer holds its end open and has given signs of life, as far as is known at this moment."""
+        poll = select.poll()
         try:
-            return not self._silent and bool(self.socket.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
+            poll.register(self.socket, _CLOSED)
+        except ValueError:  # closed here
             return False
+        return not self._silent and not poll.poll(0)
 
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took. May be called twice."""
