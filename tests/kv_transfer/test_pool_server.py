@@ -57,15 +57,19 @@ def receive(channel):
     return channel.receive(10.0, lambda: False)
 
 
-def introduce(engine_id, description=POOL):
+@contextlib.contextmanager
+def introduced(engine_id, description=POOL):
     ours = msgspec.structs.replace(HELLO, pool=description)
-    return PeerPool(SharedMemoryTransport(copy_list), PeerAddress(engine_id), ours, None, MonotonicClock(), 10.0, lambda: False)
+    transport = SharedMemoryTransport(copy_list)
+    with contextlib.closing(transport):
+        pool = PeerPool(transport, PeerAddress(engine_id), ours, None, MonotonicClock(), 10.0, lambda: False)
+        with contextlib.closing(pool):
+            yield pool
 
 
 def assert_serves(engine_id):
-    pool = introduce(engine_id)
-    assert pool.epoch == 5
-    pool.close()
+    with introduced(engine_id) as pool:
+        assert pool.epoch == 5
 
 
 @given(st.binary(max_size=64))
@@ -156,8 +160,8 @@ def test_a_pool_that_differs_is_refused_with_the_two_values(served, field, value
     engine_id, server, _ = served
     before = server.refused
     theirs = msgspec.structs.replace(POOL, **{field: value})
-    with pytest.raises(PeerMismatchError) as error:
-        introduce(engine_id, theirs)
+    with pytest.raises(PeerMismatchError) as error, introduced(engine_id, theirs):
+        pass
     assert field in str(error.value)
     assert repr(value) in str(error.value)
     assert repr(getattr(POOL, field)) in str(error.value)
@@ -166,7 +170,8 @@ def test_a_pool_that_differs_is_refused_with_the_two_values(served, field, value
 
 def test_block_size_and_number_of_blocks_may_differ(served):
     engine_id, _, _ = served
-    introduce(engine_id, msgspec.structs.replace(POOL, block_size=8, num_blocks=3)).close()
+    with introduced(engine_id, msgspec.structs.replace(POOL, block_size=8, num_blocks=3)) as pool:
+        assert pool.description == POOL
 
 
 def test_another_version_is_refused(served):
