@@ -32,7 +32,7 @@ help:
 setup: $(DEV_STAMP)
 
 run: $(RUN_STAMP)
-	@$(BIN)/interlock pd --transport all --compare-barrier $(ARGS)
+	@$(BIN)/interlock pd $(if $(findstring --transport,$(ARGS))$(findstring --kv-transfer-config,$(ARGS)),,--transport all) --compare-barrier $(ARGS)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(ARGS)

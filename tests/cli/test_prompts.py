@@ -56,6 +56,7 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path: Path, end: str, m
         ("[]", "is empty"),
         ('{"prompt_token_ids": []}', "is empty"),
         ('"\\ud800"', "not valid Unicode"),
+        ('{"prompt_token_ids": "abc"}', "prompt_token_ids is 'abc', expected a list of token ids"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_by_file_and_number(tmp_path: Path, line: str, words: str) -> None:

@@ -163,6 +163,14 @@ def test_a_config_with_any_field_strange_loads_or_is_refused(tmp_path: Path, see
         load_or_refuse(str(tmp_path))
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", [[], 0, "", False, [1], "x"])
+def test_a_rope_object_of_another_type_is_refused_although_it_is_empty(tmp_path: Path, key: str, value: object) -> None:
+    make_tiny_llama(tmp_path, config_overrides={"rope_scaling": None, "rope_parameters": None} | {key: value})
+    with pytest.raises(CheckpointError, match=f"{key} is"):
+        open_checkpoint(str(tmp_path))
+
+
 KINDS = {
     "linear": ["factor"],
     "dynamic": ["factor"],

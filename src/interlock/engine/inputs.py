@@ -120,6 +120,8 @@ def check_prompt_object(prompt: Mapping[str, Any]) -> None:
         raise RequestError(f"cache_salt is {salt!r}, expected a string")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"prompt is {text!r}, expected text")
+    if "prompt_token_ids" in prompt and isinstance(prompt["prompt_token_ids"], str):
+        raise RequestError(f"prompt_token_ids is {prompt['prompt_token_ids']!r}, expected a list of token ids")
     if text is None and "prompt_token_ids" not in prompt:
         raise RequestError(f"prompt has keys {sorted(prompt)}, expected 'prompt' or 'prompt_token_ids' among them")
 

@@ -101,10 +101,11 @@ def rope_parameters(path: Path, kind: str, values: Mapping[str, Any], rotary_dim
 
 
 def _rope_object(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None}
     for key, value in found.items():
         if not isinstance(value, dict):
             raise refuse(path, key, value, "null or an object with rope_type")
+    found = {key: value for key, value in found.items() if value}
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         raise CheckpointError(
             f"{path}: rope_scaling is {found['rope_scaling']!r} but rope_parameters is {found['rope_parameters']!r}; keep one of them"
