@@ -33,7 +33,8 @@ _WATCH_SECONDS = 0.1  # how often a producer's connection is looked at while som
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One promise that a producer fills. landed: per layer, the ranges that are in place; cause: why it was given up; announced: the
-    producer, reached as pool, may know of it; ended: it has said that it pushes no more; cancelling: it is being asked to stop."""
+    producer, reached as pool, may know of it, in that life and no other; ended: it has said that it pushes no more; meeting: it is being
+    met again, over another connection; cancelling: it is being asked to stop."""
 
     key: int | str
     promise: LoadPromise
@@ -44,11 +45,17 @@ class Incoming:
     announced: bool = False
     pool: PeerPool | None = None
     ended: bool = False
+    meeting: bool = False
     cancelling: bool = False
     cause: str | None = None
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
     quiescent: threading.Event = field(default_factory=threading.Event)
     on_late: Callable[[Sequence[str]], None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The life of the producer in which it was told of this; 0, which is none, if it was not."""
+        return self.pool.epoch if self.pool is not None else 0
 
     def is_missing(self, layer: int) -> bool:
         """Whether promised positions of the layer have not landed."""
@@ -176,9 +183,12 @@ class PushReceiver:
             if isinstance(task, _Copy):
                 self._copy(incoming, task.message)
             elif incoming.cause is not None:
-                self._cancel(incoming)
+                if incoming.nonce in self._incoming:
+                    self._cancel(incoming)
             elif not incoming.announced:
                 self._announce(incoming)
+            else:
+                self._meet_again(incoming)
         except Exception as error:
             logger.exception("transfer %r failed", incoming.reference.request_id)
             self._give_up(incoming, f"the receiving thread raised {type(error).__name__}: {error}")
@@ -211,7 +221,7 @@ class PushReceiver:
                 return
             incoming.announced = True
         try:
-            answer = self._pools.ask(peer, message, lambda: incoming.cause is not None)
+            answer = self._pools.ask(peer, message, lambda: self._stopping)  # others use the connection: giving this one up must not close it
         except KVTransferError as error:
             self._give_up(incoming, str(error))
             return
@@ -220,13 +230,27 @@ class PushReceiver:
         elif answer.refusal is not None:
             self._fail(incoming, answer.refusal)
 
+    def _meet_again(self, incoming: Incoming) -> None:
+        """The connection that it was announced over is gone, and others have made another one, perhaps to another life of the producer."""
+        try:
+            incoming.pool = self._meet(incoming)
+        except KVTransferError as error:
+            self._give_up(incoming, str(error))
+        incoming.meeting = False
+
+    def _meet(self, incoming: Incoming) -> PeerPool:
+        """The producer's pool as it is now. Raises KVTransferError when the producer is in another life than the one that was told."""
+        pool = self._pools.get(peer_of(incoming.reference), lambda: incoming.cause is not None)
+        pool.check_epoch(incoming.epoch)
+        return pool
+
     def _copy(self, incoming: Incoming, message: Pushed) -> None:
         """Copy positions out of the producer's blocks. Blocks that it had to give up meanwhile it fills again, and says so."""
         shape, promise = self._shape, incoming.promise
         if incoming.cause is not None or not incoming.is_missing(message.layer):
             return
         try:
-            pool = self._pools.get(peer_of(incoming.reference), lambda: incoming.cause is not None)
+            pool = self._meet(incoming)
             size = pool.description.block_size
             if not len(message.block_ids) == len(message.generations) == -(-message.stop // size) - message.start // size:
                 raise KVTransferError(f"{len(message.block_ids)} blocks were named for positions [{message.start}, {message.stop})")
@@ -243,7 +267,7 @@ class PushReceiver:
             )
             descriptors = offsets + np.array([shape.layer_addresses[message.layer], pool.layer_address(message.layer), 0], np.int64)
             pool.memory.post("read", descriptors, incoming.abort).wait(lambda: incoming.cause is not None)
-            void = pool.confirm(pool.epoch, np.array(message.block_ids), np.array(message.generations))
+            void = pool.confirm(incoming.epoch, np.array(message.block_ids), np.array(message.generations))
         except KVTransferError as error:
             self._give_up(incoming, str(error))
             return
@@ -293,7 +317,6 @@ class PushReceiver:
     def _ask_to_stop(self, incoming: Incoming) -> bool:
         """Whether nothing of the producer's can come any more."""
         peer = peer_of(incoming.reference)
-        lost = incoming.pool is None or not incoming.pool.alive
         try:
             answer = self._pools.ask(peer, Cancel(transfer_id=incoming.reference.request_id, nonce=incoming.nonce), lambda: self._stopping)
         except PeerGoneError:
@@ -305,6 +328,7 @@ class PushReceiver:
             return False
         if not (isinstance(answer, Cancelled) and answer.nonce == incoming.nonce and answer.ended):
             return False
+        lost = incoming.pool is None or not incoming.pool.alive  # asked now: the answer may have come over another connection
         return self._drained() if lost else True
 
     def _drained(self) -> bool:
@@ -327,8 +351,13 @@ class PushReceiver:
                     if not incoming.cancelling:
                         incoming.cancelling = True
                         self._put(incoming, incoming)
-                elif incoming.announced and not self._pools.is_alive(peer_of(incoming.reference)):
+                elif not incoming.announced or (incoming.pool is not None and incoming.pool.alive):
+                    continue
+                elif not self._pools.is_alive(peer_of(incoming.reference)):
                     self._give_up(incoming, "the connection to the producer was lost before it had pushed everything")
+                elif not incoming.meeting:
+                    incoming.meeting = True
+                    self._put(incoming, incoming)
 
     def _fail(self, incoming: Incoming, cause: str) -> None:
         """Nothing can write its blocks any more."""
