@@ -22,11 +22,13 @@ LEASE_ENDS = 100.0
 
 class Pools:
     """Producers whose transfers end when they are waited for. log: what happened, as (what, request, layer); hooks: what is done at such a
-    point, once; what a hook of "confirm" returns is the cause of a failure; wrong: ends that were told twice, or too late."""
+    point, once; what a hook of "confirm" returns is the cause of a failure; repeated, late: ends that were told twice, or of
+    a job that was quiescent."""
 
     def __init__(self):
         self.clock = VirtualClock()
-        self.log, self.hooks, self.opened, self.wrong = [], {}, [], []
+        self.log, self.hooks, self.opened = [], {}, []
+        self.repeated, self.late = [], []
 
     def happen(self, *what):
         self.log.append(what)
@@ -90,8 +92,10 @@ class Target:
         self.ends, self.job = {}, None
 
     def end_layer(self, layer, error=None):
-        if layer in self.ends or self.job.quiescent.is_set():
-            self._pools.wrong.append((self._name, layer, error))
+        if layer in self.ends:
+            self._pools.repeated.append((self._name, layer, error))
+        if self.job.quiescent.is_set():
+            self._pools.late.append((self._name, layer, error))
         self.ends.setdefault(layer, error)
         self._pools.happen("end" if error is None else "fail", self._name, layer)
 
@@ -172,7 +176,8 @@ def reader():
         point.go_on.set()
     made.worker.close()
     made.worker.close()
-    assert made.pools.wrong == []
+    assert made.pools.repeated == []
+    assert made.pools.late == []
 
 
 def test_a_layer_ends_after_its_last_byte_was_waited_for_and_then_confirmed(reader):
@@ -206,6 +211,28 @@ def test_a_failure_is_told_when_nothing_of_the_read_is_in_flight_any_more(reader
     posted = {entry[2] for entry in reader.pools.log if entry[:2] == ("post", "a")} - ({layer} if what == "post" else set())
     assert posted == {entry[2] for entry in reader.pools.log[:told] if entry[:2] == ("wait", "a")}
     assert not [entry for entry in reader.pools.log[told:] if entry[:2] in (("post", "a"), ("wait", "a"))]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3, 5])
+@pytest.mark.parametrize("what", ["post", "confirm"])
+def test_a_fault_of_our_own_is_told_when_nothing_of_the_job_is_in_flight_any_more(reader, what, layer):
+    def raise_fault():
+        raise RuntimeError("a fault")
+
+    reader.pools.hooks[what, "a", layer] = raise_fault
+    job, a, b = reader.submit(1, a="p", b="p")
+    assert job.quiescent.wait(60)
+    told = next(index for index, entry in enumerate(reader.pools.log) if entry[0] == "fail")
+    posted = [entry[1:] for entry in reader.pools.log if entry[0] == "post" and entry != (what, "a", layer)]
+    assert [entry[1:] for entry in reader.pools.log[:told] if entry[0] == "wait"] == posted
+    assert [entry for entry in reader.pools.log[told:] if entry[0] in ("post", "wait")] == []
+    for target in (a, b):
+        assert target.failed[-1] == LAYERS[-1]
+        assert "RuntimeError: a fault" in target.ends[LAYERS[-1]]
+    reader.pools.repeated.clear()  # whoever is told passes over what has ended
+    other, c = reader.submit(2, c="p")
+    assert other.quiescent.wait(60)
+    assert c.ends == dict.fromkeys(LAYERS)
 
 
 def test_nothing_is_posted_after_a_read_was_given_up(reader):

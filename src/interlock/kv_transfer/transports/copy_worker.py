@@ -1,5 +1,6 @@
 """The consumer's reading threads, one for each producer: they post reads layer by layer, confirm each, and report its end."""
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -240,6 +241,17 @@ class CopyWorker:
         began = self._clock.now()
         live = [opened for read in reads if (opened := self._open(job, read)) is not None]
         in_flight: deque[_InFlight] = deque()
+        try:
+            self._read_layers(job, live, in_flight)
+        finally:
+            for item in in_flight:  # something unforeseen was raised: these must not write any more when that is told
+                with contextlib.suppress(Exception):
+                    item.transfer.wait(lambda: True)
+        if live:
+            self._measure(sum(int(opened.offsets[:, 2].sum()) for opened in live) * len(self._shape.layer_addresses), began)
+
+    def _read_layers(self, job: ReadJob, live: list[_Opened], in_flight: deque[_InFlight]) -> None:
+        """Read all layers of what is live; what fails is taken out of `live`."""
         for layer, local_address in enumerate(self._shape.layer_addresses):
             for opened in list(live):
                 descriptors = opened.offsets + np.array([local_address, opened.pool.layer_address(layer), 0], np.int64)
@@ -254,8 +266,6 @@ class CopyWorker:
                         self._end(opened.read, layer, str(error))
                 self._settle(job, live, in_flight, _POSTED_AHEAD * len(live))
         self._settle(job, live, in_flight, 0)
-        if live:
-            self._measure(sum(int(opened.offsets[:, 2].sum()) for opened in live) * len(self._shape.layer_addresses), began)
 
     def _settle(self, job: ReadJob, live: list[_Opened], in_flight: deque[_InFlight], ahead: int) -> None:
         """Confirm, in order, what has ended; wait for what exceeds `ahead`."""
