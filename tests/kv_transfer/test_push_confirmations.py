@@ -9,8 +9,9 @@ from peer_support import PeerEngine
 from push_support import BLOCKS, OURS, OnVirtualTime, Prefill, assert_handed_over, decode_params, park, wait_for, wait_received
 
 from interlock.kv_transfer.clock import VirtualClock
-from interlock.kv_transfer.connectors import push_receiver
+from interlock.kv_transfer.connectors import push_receiver, push_sender
 from interlock.kv_transfer.connectors.push_receiver import PushReceiver
+from interlock.kv_transfer.handshake import Pushed, encode
 from interlock.kv_transfer.transports.nixl_memory import NixlMemory, NixlTransfer
 from interlock.kv_transfer.transports.peer_client import PeerPool, peer_of
 
@@ -165,6 +166,60 @@ class TestBlocksGivenAway:
         assert not wait_received(consumer).failed_recving
         assert not np.array_equal(consumer.positions(OURS, 0, 12), expected)
 
+    def test_what_was_given_away_before_word_of_it_left_is_pushed_again(self, push_pair, monkeypatch):
+        monkeypatch.setattr(push_sender, "_QUIESCENT_SECONDS", 0.01)
+        producer, consumer = push_pair()
+        producer.fill(1)
+        kept, expected = producer.snapshot(), producer.positions(BLOCKS, 0, 12)
+        pools = producer.worker._worker_half.pools
+        tell, arrived, release = pools.tell, threading.Event(), threading.Event()
+
+        def held(peer, message):
+            arrived.set()
+            release.wait()
+            tell(peer, message)
+
+        pools.tell = held
+        park(consumer, decode_params(producer))
+        consumer.step()
+        prefill = Prefill(producer)
+        prefill.chunk(13)
+        arrived.wait()
+        producer.scheduler.request_preempted(prefill.request)
+        prefill.request.num_computed_tokens, prefill.request.block_ids = 0, []
+        producer.step()
+        producer.pool.buffer.numpy()[:] = 0xEE
+        release.set()
+        wait_for(lambda: not producer.worker._worker_half.sender._busy)
+        producer.pool.buffer.numpy()[:] = kept
+        prefill.request.block_ids = list(BLOCKS)
+        prefill.chunk(13)
+        assert not wait_received(consumer).failed_recving
+        assert np.array_equal(consumer.positions(OURS, 0, 12), expected)
+
+
+@over_all
+def test_who_announces_after_another_gave_up_gets_what_had_been_pushed_before_too(push_pair, engines):
+    producer, first = push_pair()
+    second = engines("kv_consumer", mode="write", num_blocks=16)
+    producer.fill(1)
+    request = park(first, decode_params(producer))
+    first.step()
+    prefill = Prefill(producer)
+    prefill.chunk(5)
+    wait_for(lambda: np.array_equal(first.positions(OURS, 0, 5), producer.positions(BLOCKS, 0, 5)))
+    request.finish_reason = "abort"
+    first.scheduler.request_finished(request, OURS)
+    assert wait_received(first).failed_recving == {"d"}
+    (push,) = producer.worker._worker_half.sender._pushes.values()
+    wait_for(lambda: push.announcement is None)
+    park(second, decode_params(producer))
+    second.step()
+    wait_for(lambda: push.announcement is not None)
+    prefill.chunk(8)
+    assert not wait_received(second).failed_recving
+    assert_handed_over(producer, second)
+
 
 @over_all
 def test_giving_one_announcement_up_costs_no_other_load_its_connection(push_pair):
@@ -271,6 +326,8 @@ def test_a_producer_that_does_not_answer_a_cancel_may_still_push(push_pair):
         for _ in range(3):  # asked, not answered, and asked again
             wait_for(lambda: incoming.cancelling or incoming.quiescent.is_set())
             wait_for(lambda: not incoming.cancelling)
+        for layer in range(len(LAYERS)):  # what still comes counts as nothing
+            receiver.notified(encode(Pushed(transfer_id="tx", nonce=incoming.nonce, layer=layer, start=0, stop=12)))
         assert not incoming.quiescent.is_set()
         assert not consumer.step().finished_recving
     finally:
@@ -278,3 +335,28 @@ def test_a_producer_that_does_not_answer_a_cancel_may_still_push(push_pair):
         release.set()
     assert wait_received(consumer).failed_recving == {"d"}
     assert not sender._early
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "nixl"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [{"start": 0}, {"stop": 13}, {"start": 8, "stop": 8}, {"start": 8, "stop": 4}, {"layer": len(LAYERS)}, {"transfer_id": "other"}, {"nonce": 1}],
+    ids=str,
+)
+def test_word_of_what_is_not_awaited_is_dropped_and_counted(push_pair, change):
+    producer, consumer = push_pair()
+    producer.fill(1)
+    producer.step()
+    receiver = consumer.worker._worker_half.receiver
+    park(consumer, decode_params(producer), num_computed=4)
+    consumer.step()
+    wait_for(lambda: producer.worker._worker_half.sender._early)
+    (incoming,) = receiver._incoming.values()
+    awaited = {"transfer_id": "tx", "nonce": incoming.nonce, "layer": 0, "start": 4, "stop": 12}
+    receiver.notified(encode(Pushed(**(awaited | change))))
+    assert receiver.dropped == 1
+    assert incoming.landed == [[] for _ in LAYERS]
+    Prefill(producer).chunk(13)
+    assert not wait_received(consumer).failed_recving
+    assert_handed_over(producer, consumer, 4)
+    assert receiver.dropped == 1
