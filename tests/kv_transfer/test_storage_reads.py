@@ -1,4 +1,5 @@
-"""Reads of files that hang: what they hold up, what is said of them, and that they write nothing once they were given up."""
+"""Reads of files that hang: what they hold up, what is said of them, and that they write nothing once they were given up; and writes that
+hang, which hold no blocks."""
 
 import functools
 import threading
@@ -9,9 +10,10 @@ from kv_support import kv_cache_config, kv_caches, random_bytes
 
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
+from interlock.kv_transfer.connectors import storage_worker
 from interlock.kv_transfer.connectors.block_files import BlockFiles
 from interlock.kv_transfer.connectors.storage_worker import StorageWorker
-from interlock.kv_transfer.connectors.tier_messages import TierLoad
+from interlock.kv_transfer.connectors.tier_messages import TierLoad, TierSave
 from interlock.kv_transfer.ledger import Ledger
 
 CONFIG = kv_cache_config(num_blocks=16)
@@ -44,11 +46,17 @@ class Hold:
 
 
 class HoldingFiles(BlockFiles):
-    """holds: by key, and by layer, where layers are read one by one. order: what was read, layer by layer."""
+    """holds: by key, and by layer, where layers are read one by one. order: what was read, layer by layer. write_hold: of any write."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.holds, self.order = {}, []
+        self.write_hold = None
+
+    def write(self, key, payload, *, replace=False):
+        if self.write_hold is not None:
+            self.write_hold()
+        super().write(key, payload, replace=replace)
 
     def read(self, key):
         payload = super().read(key)
@@ -111,12 +119,16 @@ class Storage:
             pause.wait(0.001)
         raise AssertionError(f"only {sorted(found)} have ended, expected {count}")
 
+    def expire(self):
+        self.clock.advance(READ_TIMEOUT)
+        self.worker.poll()
+
 
 @pytest.fixture
 def storage(tmp_path):
     made = Storage(tmp_path)
     yield made
-    for hold in made.files.holds.values():
+    for hold in filter(None, (*made.files.holds.values(), made.files.write_hold)):
         hold.go_on.set()
     made.worker.close()
     made.worker.close()
@@ -126,8 +138,7 @@ def give_up(storage, how):
     if how == "abort":
         storage.worker.abort(1)
     elif how == "poll":
-        storage.clock.advance(READ_TIMEOUT)
-        storage.worker.poll()
+        storage.expire()
     else:
         storage.worker.close()
 
@@ -208,8 +219,7 @@ def test_readers_that_hang_are_replaced(storage):
         hold = storage.hold(number)
         storage.load([number], [number])
         assert hold.arrived.wait(60), "nobody reads any more"
-        storage.clock.advance(READ_TIMEOUT)
-        storage.worker.poll()
+        storage.expire()
         assert storage.ended(1) == {number + 1: (0, (key_of(number),))}
     storage.load([5, 6], [8, 9])
     assert storage.ended(1) == {6: (2, ())}
@@ -228,3 +238,48 @@ def test_a_whole_layer_of_all_loads_of_a_step_is_read_before_the_next_one(storag
     assert storage.ledger.close_step(1).failures == ()
     expected = np.stack([storage.content(number) for number in range(2, 8)], axis=1)
     assert np.array_equal(storage.snapshot()[:, 5:11], expected)
+
+
+def test_beyond_the_bound_readers_that_hang_are_not_replaced_and_read_again_when_they_return(storage, monkeypatch):
+    monkeypatch.setattr(storage_worker, "_MAX_STUCK_READERS", 1)
+    first, second = hold_both_readers(storage)
+    storage.expire()
+    assert storage.ended(2) == {1: (0, (key_of(0),)), 2: (0, (key_of(1),))}
+    third = storage.hold(2)
+    storage.load([2], [2])
+    assert third.arrived.wait(60), "the first reader was replaced"
+    storage.load([3], [3])
+    storage.expire()
+    assert storage.ended(2) == {3: (0, (key_of(2),)), 4: (0, ())}, "nobody was left to begin the last one"
+    first.let_go_and_join()
+    storage.load([4], [4])
+    second.go_on.set()
+    assert storage.ended(1) == {5: (1, ())}, "the second reader was not replaced, and reads again"
+    assert second.reader.is_alive()
+    again = storage.hold(5)
+    storage.load([5], [5])
+    assert again.arrived.wait(60)
+    storage.expire()
+    assert storage.ended(1) == {6: (0, (key_of(5),))}
+    storage.load([6], [6])
+    assert storage.ended(1) == {7: (1, ())}, "the first reader has returned, so another one may be replaced"
+
+
+def test_what_waits_to_be_written_holds_no_blocks_and_what_does_not_fit_beside_it_is_not_saved(storage):
+    storage.worker._staging_bytes = 2 * storage.files.payload_bytes
+    hold = storage.files.write_hold = Hold()
+    before = storage.snapshot()
+    storage.worker.save([TierSave(number, key_of(100 + number), 5 + number, 0) for number in range(3)])
+    assert hold.arrived.wait(60)
+    meta = storage.worker.reports.worker_meta()
+    assert sorted(meta.released) == [0, 1, 2]
+    assert meta.stored == ((2, False),)
+    for layer in storage.layers:
+        layer[:] = 0xEE
+    hold.go_on.set()
+    storage.worker.close()
+    assert sorted(storage.worker.reports.worker_meta().stored) == [(0, True), (1, True)]
+    for number in range(2):
+        assert bytes(storage.files.read(key_of(100 + number))) == before[:, 5 + number].tobytes()
+    assert not storage.files.contains(key_of(102))
+    assert storage.worker._staged == 0
