@@ -1,6 +1,7 @@
 """A thread for each peer: order within it, none between them."""
 
 import threading
+import weakref
 
 from push_support import wait_for
 
@@ -79,3 +80,45 @@ def test_beyond_a_number_of_peers_some_share_a_thread(monkeypatch):
     lanes.close()
     assert sorted(done) == list(range(50))
     assert len(threads) <= 4 + 2
+
+
+def test_beyond_a_number_of_peers_order_is_kept_within_each_and_each_is_busy_by_itself(monkeypatch):
+    monkeypatch.setattr(lanes_module, "_MAX_LANES", 2)
+    monkeypatch.setattr(lanes_module, "_SHARED_LANES", 1)
+    monkeypatch.setattr(lanes_module, "_IDLE_SECONDS", 0.001)
+    go_on, done = threading.Event(), []
+
+    def run(task):
+        if task == "first":
+            go_on.wait()
+        done.append(task)
+
+    lanes = Lanes("test", run)
+    for peer in range(10, 12):
+        lanes.put(peer, peer)
+    lanes.put("peer", "first")
+    wait_for(lambda: len(lanes._queues) == 1)  # those with a lane to themselves are idle: there is room for another one
+    lanes.put("peer", "second")
+    lanes.put("other", "other")
+    wait_for(lambda: "other" in done)
+    assert lanes.is_busy("peer")
+    assert "second" not in done
+    go_on.set()
+    wait_for(lambda: not lanes.is_busy("peer"))
+    lanes.close()
+    assert done[-2:] == ["first", "second"]
+    assert not lanes._lane_of
+    assert not lanes._num_tasks
+    assert not lanes._queues
+
+
+def test_a_thread_that_waits_holds_nothing_of_its_last_task():
+    class Task:
+        pass
+
+    lanes, task = Lanes("test", lambda task: None), Task()
+    held = weakref.ref(task)
+    lanes.put("peer", task)
+    del task
+    wait_for(lambda: held() is None)
+    lanes.close()

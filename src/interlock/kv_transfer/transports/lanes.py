@@ -23,9 +23,10 @@ class Lanes(Generic[Task]):
         self._name = name
         self._run = run
         self._lock = threading.Lock()
-        self._queues: dict[Hashable, queue.SimpleQueue[Task | None]] = {}
+        self._queues: dict[Hashable, queue.SimpleQueue[tuple[Hashable, Task] | None]] = {}
         self._threads: dict[Hashable, threading.Thread] = {}
-        self._num_tasks: dict[Hashable, int] = {}
+        self._lane_of: dict[Hashable, Hashable] = {}  # of the peers that have tasks
+        self._num_tasks: dict[Hashable, int] = {}  # of each of them
         self._closed = False
 
     def put(self, peer: Hashable, task: Task) -> None:
@@ -33,20 +34,22 @@ class Lanes(Generic[Task]):
         with self._lock:
             if self._closed:
                 return
-            if peer not in self._queues and len(self._queues) >= _MAX_LANES:
-                peer = hash(peer) % _SHARED_LANES
-            tasks = self._queues.get(peer)
+            lane = self._lane_of.get(peer)
+            if lane is None:
+                has_own = peer in self._queues or len(self._queues) < _MAX_LANES
+                lane = self._lane_of[peer] = peer if has_own else hash(peer) % _SHARED_LANES
+            tasks = self._queues.get(lane)
             if tasks is None:
-                tasks = self._queues[peer] = queue.SimpleQueue()
-                thread = self._threads[peer] = threading.Thread(target=self._serve, args=(peer, tasks), name=self._name, daemon=True)
+                tasks = self._queues[lane] = queue.SimpleQueue()
+                thread = self._threads[lane] = threading.Thread(target=self._serve, args=(lane, tasks), name=self._name, daemon=True)
                 thread.start()
             self._num_tasks[peer] = self._num_tasks.get(peer, 0) + 1
-            tasks.put(task)
+            tasks.put((peer, task))
 
     def is_busy(self, peer: Hashable) -> bool:
         """Whether a task of the peer is waiting or being run."""
         with self._lock:
-            return self._num_tasks.get(peer, 0) > 0
+            return peer in self._num_tasks
 
     def close(self) -> None:
         """Run what is waiting, and end the threads. May be called twice."""
@@ -58,22 +61,25 @@ class Lanes(Generic[Task]):
         for thread in threads:
             thread.join()
 
-    def _serve(self, peer: Hashable, tasks: "queue.SimpleQueue[Task | None]") -> None:
+    def _serve(self, lane: Hashable, tasks: "queue.SimpleQueue[tuple[Hashable, Task] | None]") -> None:
         while True:
             try:
-                task = tasks.get(timeout=_IDLE_SECONDS)
+                item = tasks.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
-                task = None
-            if task is None:
+                item = None
+            if item is None:
                 with self._lock:
                     if tasks.empty():
-                        del self._queues[peer], self._threads[peer]
-                        self._num_tasks.pop(peer, None)
+                        del self._queues[lane], self._threads[lane]
                         return
                 continue
+            peer, task = item
             try:
                 self._run(task)
             except Exception:
                 logger.exception("a task of %s failed", self._name)
+            del item, task  # what it holds of a peer's memory is let go now, not with the next task
             with self._lock:
                 self._num_tasks[peer] -= 1
+                if not self._num_tasks[peer]:
+                    del self._num_tasks[peer], self._lane_of[peer]
