@@ -15,7 +15,7 @@ def interface_of(host: str) -> str | None:
     systems than Linux)."""
     if sys.platform != "linux":
         return None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no host name at all
         for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
             for _, name in socket.if_nameindex():

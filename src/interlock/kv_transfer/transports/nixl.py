@@ -110,9 +110,10 @@ class NixlTransport:
     def serve(self, welcome: Welcome, rank: int, desk: Answerer) -> PoolServer:
         """See `Transport.serve`; `port` is known from here on."""
         assert self.host is not None
+        admit = admit_from(self._allowed)
         listener = listen(self.host, self.port or 0)
         self.port = int(listener.getsockname()[1])
-        return PoolServer(listener, admit_from(self._allowed), _Attentive(desk, self.touch))
+        return PoolServer(listener, admit, _Attentive(desk, self.touch))
 
     def connect(self, peer: PeerAddress, timeout: float, aborted: Callable[[], bool]) -> Channel:
         """See `Transport.connect`."""

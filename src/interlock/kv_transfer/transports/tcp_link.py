@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(where)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no host name at all
         if listener is not None:
             listener.close()
         raise ConfigError(f"the KV side channel cannot listen on host {host!r}, port {port}: {error}; set another 'port' or 'host'") from error
@@ -42,7 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def admit_from(allowed_hosts: Collection[str]) -> Callable[[socket.socket], None]:
-    """What raises KVTransferError for a connection from any other host."""
+    """What raises KVTransferError for a connection from any other host. Raises ConfigError for what cannot be a host's name."""
     allowed = resolve_hosts(allowed_hosts)
 
     def admit(connection: socket.socket) -> None:
@@ -58,7 +58,11 @@ def connect(peer: PeerAddress, allowed_hosts: Collection[str], timeout: float, a
     """To a peer's side channel. Raises KVTransferError; PeerGoneError when nobody listens there."""
     if peer.host is None or peer.port is None:
         raise KVTransferError(f"engine {peer.engine_id!r} is given without remote_host and remote_port, which this transport needs to reach it")
-    if peer.host not in allowed_hosts and peer.host not in resolve_hosts(allowed_hosts):
+    try:
+        is_allowed = peer.host in allowed_hosts or peer.host in resolve_hosts(allowed_hosts)
+    except ConfigError as error:
+        raise KVTransferError(f"{peer.host!r} cannot be told from the hosts that are trusted: {error}") from error
+    if not is_allowed:
         raise KVTransferError(f"remote_host is {peer.host!r}, expected one of {sorted(allowed_hosts)}; add it to 'allowed_hosts' to trust it")
     what = f"engine {peer.engine_id!r} at {peer.host}:{peer.port}"
     connection = None
@@ -78,20 +82,22 @@ def connect(peer: PeerAddress, allowed_hosts: Collection[str], timeout: float, a
     except BaseException as error:
         if connection is not None:
             connection.close()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | ValueError):
             raise KVTransferError(f"{what} cannot be reached: {error}") from error
         raise
     return Channel(connection, what)
 
 
 def resolve_hosts(hosts: Collection[str]) -> frozenset[str]:
-    """The numeric addresses of hosts; names that are not known are left out."""
+    """The numeric addresses of hosts; names that are not known are left out. Raises ConfigError for what cannot be a name."""
     found: set[str] = set()
     for host in hosts:
         try:
             found.update(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
         except OSError as error:
             logger.warning("allowed host %r is not known: %s", host, error)
+        except ValueError as error:
+            raise ConfigError(f"'allowed_hosts' holds {host!r}, expected host names or addresses ({error}); correct or remove it") from error
     return frozenset(found)
 
 
