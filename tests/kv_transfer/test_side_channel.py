@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_support import kv_cache_config
 from peer_support import LOOPBACK_6
+from push_support import wait_for
 
 from interlock.core.errors import ConfigError, KVTransferError, PeerMismatchError
 from interlock.kv_transfer.clock import MonotonicClock
@@ -21,6 +22,7 @@ from interlock.kv_transfer.handshake import (
     MAX_MESSAGE_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
+    Announced,
     Cancel,
     Challenge,
     Done,
@@ -40,6 +42,7 @@ from interlock.kv_transfer.leases import LeaseTable
 from interlock.kv_transfer.transports import channel as channel_module
 from interlock.kv_transfer.transports import pool_server
 from interlock.kv_transfer.transports.desk import PeerDesk, introduce
+from interlock.kv_transfer.transports.peer_client import PeerPools
 from interlock.kv_transfer.transports.pool_server import _STRANGER_BYTES, PoolServer, make_welcome
 from interlock.kv_transfer.transports.tcp_link import LOOPBACK, admit_from, connect, listen
 from interlock.kv_transfer.transports.transport import PeerAddress, PeerGoneError
@@ -283,6 +286,73 @@ def test_signs_of_life_do_not_disturb_an_exchange(side):
         assert set(connection.receive(10.0, lambda: False).expiry) == {"kept"}
 
 
+class MappedNothing:
+    def close(self):
+        pass
+
+
+class Loopback:
+    """As much of a transport as the side channel takes."""
+
+    host = "127.0.0.1"
+
+    def connect(self, peer, timeout, aborted):
+        return connect(peer, LOOPBACK, timeout, aborted)
+
+    def open(self, connection, welcome):
+        return MappedNothing()
+
+
+class TestAnswers:
+    @pytest.fixture
+    def pools(self, side):
+        hello = Hello(version=PROTOCOL_VERSION, engine_id="consumer", pool=POOL, transport="nixl")
+        made = PeerPools(Loopback(), hello, None, MonotonicClock(), 30.0, 3600.0)
+        yield made
+        made.close()
+
+    def ask(self, side, pools, name):
+        return set(pools.ask(side.address, Heartbeat(signatures=[name]), lambda: False).expiry)
+
+    def assert_sound(self, side, pools):
+        for name in ("first", "second"):
+            side.leases.grant(name, name)
+            assert self.ask(side, pools, name) == {name}
+
+    @pytest.mark.parametrize("surplus", [Leases(expiry={}), Announced()])
+    def test_one_too_many_costs_the_connection_and_shifts_no_other(self, side, pools, surplus):
+        answer = side.desk.answer
+
+        def twice(session, body):
+            message = answer(session, body)
+            if isinstance(message, Leases):
+                session.socket.send(framed(encode(message)))
+                return surplus
+            return message
+
+        side.desk.answer = twice
+        pool = pools.get(side.address, lambda: False)
+        self.ask(side, pools, "first")
+        side.desk.answer = answer
+        with pool.lock:
+            wait_for(pool.connection.has_unasked)
+        with pytest.raises(KVTransferError, match="unasked, expected Leases"):
+            self.ask(side, pools, "second")
+        assert not pool.alive
+        self.assert_sound(side, pools)
+
+    def test_one_of_another_type_costs_the_connection(self, side, pools):
+        answer = side.desk.answer
+        side.desk.answer = lambda session, body: Announced() if isinstance(message := answer(session, body), Leases) else message
+        pool = pools.get(side.address, lambda: False)
+        with pytest.raises(KVTransferError, match="answered Heartbeat with Announced, expected Leases"):
+            self.ask(side, pools, "first")
+        assert not pool.alive
+        assert not pools.is_silent(side.address)
+        side.desk.answer = answer
+        self.assert_sound(side, pools)
+
+
 def test_it_works_over_ipv6():
     side = Side(host=LOOPBACK_6)
     try:
@@ -322,6 +392,26 @@ def test_hosts_that_are_not_allowed_are_not_called(side):
 
 def test_it_listens_on_loopback_only(side):
     assert side.listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["..", "a" * 70])
+class TestWhatCannotBeAHostsName:
+    def test_is_named_where_we_listen(self, host):
+        with pytest.raises(ConfigError, match="host") as error:
+            listen(host, 0)
+        assert repr(host) in str(error.value)
+
+    def test_is_named_among_the_allowed_ones(self, side, host):
+        with pytest.raises(ConfigError, match="allowed_hosts") as error:
+            admit_from(["127.0.0.1", host])
+        assert repr(host) in str(error.value)
+        with pytest.raises(KVTransferError, match="allowed_hosts") as error:
+            side.connect(allowed=[host])
+        assert repr(host) in str(error.value)
+
+    def test_is_no_place_to_call(self, side, host):
+        with pytest.raises(KVTransferError, match="cannot be reached"):
+            side.connect(PeerAddress(side.engine_id, 0, host, 4000), allowed=[host])
 
 
 def test_a_port_in_use_is_a_config_error(side):

@@ -6,10 +6,12 @@ before anything else is said: `prove` over the nonces of both, which no recorded
 
 import hashlib
 import hmac
+import math
 from typing import Annotated
 
 import msgspec
 
+from interlock.core.buffer import ITEM_SIZES
 from interlock.core.config import KVCacheConfig
 from interlock.core.errors import KVTransferError, PeerMismatchError
 from interlock.kv_transfer.references import KEY_BYTES, MAX_EPOCH
@@ -177,6 +179,9 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag="cancelled"):
 
 Message = Hello | Challenge | Proof | Welcome | Refused | Heartbeat | Leases | Done | Announce | Announced | Pushed | PushEnded | Cancel | Cancelled
 
+ANSWERS: dict[type[Message], type[Message]] = {Heartbeat: Leases, Announce: Announced, Cancel: Cancelled}
+"""What a message is answered with after the introduction; the others are not answered."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -237,3 +242,17 @@ def check_pool(ours: PoolDescription, theirs: PoolDescription, engine_id: str) -
                 f"KV {name} differs: ours is {our_value!r}, that of engine {engine_id!r} is {their_value!r}; "
                 "both engines must run the same model, options and release"
             )
+
+
+def check_welcome(welcome: Welcome) -> None:
+    """Raises KVTransferError when what a peer says of its pool and clock cannot be."""
+    pool = welcome.pool
+    if not math.isfinite(welcome.now):
+        raise KVTransferError(f"engine {welcome.engine_id!r} says that its clock shows {welcome.now}, expected a finite number of seconds")
+    if pool.dtype not in ITEM_SIZES:
+        raise KVTransferError(f"engine {welcome.engine_id!r} holds KV of dtype {pool.dtype!r}, expected one of {sorted(ITEM_SIZES)}")
+    layer_bytes = 2 * pool.num_blocks * pool.num_kv_heads * pool.block_size * pool.head_dim * ITEM_SIZES[pool.dtype]
+    if len(welcome.layer_offsets) != pool.num_layers:
+        raise KVTransferError(f"engine {welcome.engine_id!r} announces {len(welcome.layer_offsets)} layer offsets for {pool.num_layers} layers")
+    if max(welcome.layer_offsets) + layer_bytes > welcome.pool_bytes:
+        raise KVTransferError(f"engine {welcome.engine_id!r} announces layers that end beyond its pool of {welcome.pool_bytes} bytes")

@@ -86,6 +86,7 @@ class Channel:
         self._asked: float | None = None
         self._next_ping = 0.0
         self._silent = False
+        self._broken: str | None = None
 
     @classmethod
     def connect(cls, engine_id: str, rank: int) -> "Channel":
@@ -112,52 +113,69 @@ class Channel:
         return len(self._received)
 
     def send(self, message: Message, timeout: float = 1.0) -> None:
-        """Send all of it. Raises KVTransferError when the peer is gone, or does not read for `timeout` seconds."""
+        """Send all of it. Raises KVTransferError when the peer is gone, or has not taken it within `timeout` seconds."""
         body = encode(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
         deadline = time.monotonic() + timeout
         with self._writing:
             try:
-                while data:
-                    self._wait(select.POLLOUT, deadline, lambda: False)
+                while True:
                     with contextlib.suppress(BlockingIOError):
                         data = data[self.socket.send(data[:_CHUNK]) :]
+                    if not data:
+                        return
+                    self._check(deadline, lambda: False)
+                    self._wait(select.POLLOUT)
             except OSError as error:
                 raise self._lost(error) from error
+            finally:
+                if 0 < len(data) < _LENGTH.size + len(body):
+                    self._broken = "a message was sent to it in part"
 
     def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
-        """The next message. Raises KVTransferError when the peer is gone, silent for `timeout` seconds, or sends something else."""
+        """The next message. Raises KVTransferError when the peer is gone, or sends something else; when no whole message is there within
+        `timeout` seconds, or `aborted` says so, whatever else the peer sends meanwhile."""
         deadline = time.monotonic() + timeout
         while True:
             with self._reading:
-                while (body := self.next_frame()) is not None:
-                    if body:
-                        return decode(body)
-                before = len(self._received)
-                if not self.fill():
-                    raise self._lost("the peer closed it")
-                if len(self._received) > before:
-                    continue
-            self._wait(select.POLLIN, deadline, aborted)
+                if (message := self._next_message()) is not None:
+                    return message
+                is_open = self.fill()
+                if (message := self._next_message()) is not None:
+                    return message
+            if not is_open:
+                raise self._lost("the peer closed it")
+            self._check(deadline, aborted)
+            self._wait(select.POLLIN)
+
+    def has_unasked(self) -> bool:
+        """Whether the peer has begun to send a message; without waiting. Raises KVTransferError when the connection is broken."""
+        with self._reading:
+            self.fill()
+            self._drop_signs_of_life()
+            return any(self._received[: _LENGTH.size])  # the first bytes of another sign of life would be zeros
 
     def beat(self) -> None:
         """To be called several times a second: takes in what has come, and asks for a sign of life. A peer that gives none for
-        `_SILENT_SECONDS` counts as lost from then on."""
-        with contextlib.suppress(KVTransferError):
-            if self._reading.acquire(blocking=False):
-                try:
-                    self.fill()
-                    while self._received[: _LENGTH.size] == _SIGN_OF_LIFE:
-                        del self._received[: _LENGTH.size]
-                finally:
-                    self._reading.release()
+        `_SILENT_SECONDS` counts as lost from then on, and so does one that sends more than any message takes, and that nobody asked for."""
+        if self._reading.acquire(blocking=False):
+            try:
+                if len(self._received) > MAX_MESSAGE_BYTES + _LENGTH.size:
+                    self._broken = f"it sent more than {MAX_MESSAGE_BYTES} bytes that nobody asked for"
+                if self._broken is None:
+                    with contextlib.suppress(KVTransferError):
+                        self.fill()
+                    self._drop_signs_of_life()
+            finally:
+                self._reading.release()
         now, asked = time.monotonic(), self._asked
         if asked is not None:
             self._silent |= now - asked > _SILENT_SECONDS
         elif now >= self._next_ping and self._writing.acquire(blocking=False):
             try:
                 self._asked, self._next_ping = now, now + _PING_SECONDS
-                self.socket.send(_SIGN_OF_LIFE)
+                if self.socket.send(_SIGN_OF_LIFE) < len(_SIGN_OF_LIFE):
+                    self._broken = "a sign of life was asked for in part"
             except OSError:
                 pass  # a full buffer is a peer that does not read: it will be missed
             finally:
@@ -175,6 +193,9 @@ class Channel:
             self._asked = None
         self._descriptors += descriptors
         self._received += data
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            self._broken = "it passed file descriptors that nobody asked for"
+            raise self._lost(self._broken)
         return bool(data)
 
     def next_frame(self, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
@@ -205,13 +226,13 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Whether the peer holds its end open and has given signs of life, as far as is known at this moment."""
+        """Whether the peer holds its end open, has given signs of life and kept within bounds, as far as is known at this moment."""
         poll = select.poll()
         try:
             poll.register(self.socket, _CLOSED)
         except ValueError:  # closed here
             return False
-        return not self._silent and not poll.poll(0)
+        return not self._silent and self._broken is None and not poll.poll(0)
 
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took. May be called twice."""
@@ -219,19 +240,34 @@ class Channel:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _wait(self, event: int, deadline: float, aborted: Callable[[], bool]) -> None:
+    def _next_message(self) -> Message | None:
+        while (body := self.next_frame()) is not None:
+            if body:
+                return decode(body)
+        return None
+
+    def _drop_signs_of_life(self) -> None:
+        while self._received[: _LENGTH.size] == _SIGN_OF_LIFE:
+            del self._received[: _LENGTH.size]
+
+    def _check(self, deadline: float, aborted: Callable[[], bool]) -> None:
+        if self._silent:
+            raise self._lost(f"no sign of life for {_SILENT_SECONDS:g} s")
+        if self._broken is not None:
+            raise self._lost(self._broken)
+        if aborted():
+            raise KVTransferError("the exchange with the peer was given up")
+        if time.monotonic() > deadline:
+            raise KVTransferError(f"{self._what} did not answer in time")
+
+    def _wait(self, event: int) -> None:
+        """For one slice at most."""
         poll = select.poll()
         try:
             poll.register(self.socket, event)
         except ValueError:
             raise self._lost("it was closed here") from None
-        while not poll.poll(1000 * _SLICE_SECONDS):
-            if self._silent:
-                raise self._lost(f"no sign of life for {_SILENT_SECONDS:g} s")
-            if aborted():
-                raise KVTransferError("the exchange with the peer was given up")
-            if time.monotonic() > deadline:
-                raise KVTransferError(f"{self._what} did not answer in time")
+        poll.poll(1000 * _SLICE_SECONDS)
 
     def _lost(self, cause: object) -> KVTransferError:
         return KVTransferError(f"the connection to {self._what} was lost: {cause}")

@@ -7,17 +7,15 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from interlock.core.buffer import ITEM_SIZES
 from interlock.core.errors import KVTransferError
 from interlock.kv_transfer.clock import Clock
-from interlock.kv_transfer.handshake import Done, Heartbeat, Hello, Leases, Message, Welcome, check_pool
+from interlock.kv_transfer.handshake import ANSWERS, Done, Heartbeat, Hello, Leases, Message, Welcome, check_pool, check_welcome
 from interlock.kv_transfer.references import RemoteReference, verify
 from interlock.kv_transfer.transports.desk import introduce
 from interlock.kv_transfer.transports.lanes import Lanes
@@ -50,7 +48,7 @@ class PeerPool:
         self._ahead = welcome.now - asked
         try:
             check_pool(ours.pool, welcome.pool, peer.engine_id)
-            _check_welcome(welcome)
+            check_welcome(welcome)
             self.engine_id = peer.engine_id
             self.epoch = welcome.epoch
             self.key = welcome.key
@@ -160,18 +158,11 @@ class PeerPools:
         """The pool of a peer, connected; in the life that the peer is in now, whichever was asked for. Raises KVTransferError."""
         peer = self._at(peer)
         key = peer.key
-        with self._pools_lock:
-            peer_lock = self._peer_locks.setdefault(key, threading.Lock())
-        while not peer_lock.acquire(timeout=_SLICE_SECONDS):
-            if aborted():
-                raise KVTransferError("the exchange with the peer was given up")
+        peer_lock = self._lock_peer(key, aborted)
         try:
             pool = self._pools.get(key)
             if pool is not None and (not pool.alive or self._has_restarted(pool, peer, aborted)):
-                if pool.connection.silent:
-                    self._silent.add(key)
-                del self._pools[key]
-                pool.close()
+                self._let_go(key, pool)
                 pool = None
             if pool is None:
                 pool = PeerPool(self._transport, peer, self._ours, self._secret, self._clock, self._handshake_timeout, aborted)
@@ -196,17 +187,24 @@ class PeerPools:
         return key in self._silent or (pool is not None and pool.connection.silent)
 
     def ask(self, peer: PeerAddress, message: Message, aborted: Callable[[], bool]) -> Message:
-        """Send a message and return its answer. Raises KVTransferError; a connection whose answer did not come is not used again."""
-        pool = self.get(peer, aborted)
+        """Send a message and return its answer, of the type that belongs to it. Raises KVTransferError; a connection whose answer did not
+        come, or that brought one too many, is not used again."""
+        pool, answer, expected = self.get(peer, aborted), None, ANSWERS[type(message)]
         with pool.lock:
             try:
-                pool.connection.send(message, self._handshake_timeout)
-                return pool.connection.receive(self._handshake_timeout, aborted)
+                if not pool.connection.has_unasked():
+                    pool.connection.send(message, self._handshake_timeout)
+                    answer = pool.connection.receive(self._handshake_timeout, aborted)
             except KVTransferError:
                 if pool.alive and not aborted():
                     self._silent.add(self._at(peer).key)
                 pool.connection.close()
                 raise
+            if isinstance(answer, expected):
+                return answer
+            pool.connection.close()
+            said = "sent a message unasked" if answer is None else f"answered {type(message).__name__} with {type(answer).__name__}"
+            raise KVTransferError(f"engine {peer.engine_id!r} {said}, expected {expected.__name__} and only that; the connection was closed")
 
     def tell(self, peer: PeerAddress, message: Message) -> None:
         """Send a message that has no answer. Raises KVTransferError."""
@@ -248,6 +246,52 @@ class PeerPools:
         """Where peers are found by their id alone, a host that a request names makes no other peer."""
         return peer if self._transport.host is not None else dataclasses.replace(peer, host=None, port=None)
 
+    def _lock_peer(self, key: _Key, aborted: Callable[[], bool]) -> threading.Lock:
+        """The peer's lock, held. Raises KVTransferError when it was given up."""
+        while True:
+            with self._pools_lock:
+                peer_lock = self._peer_locks.setdefault(key, threading.Lock())
+            while not peer_lock.acquire(timeout=_SLICE_SECONDS):
+                if aborted():
+                    raise KVTransferError("the exchange with the peer was given up")
+            if self._peer_locks.get(key) is peer_lock:
+                return peer_lock
+            peer_lock.release()  # it went with a pool that is gone
+
+    def _let_go(self, key: _Key, pool: PeerPool) -> None:
+        """Called with the peer's lock held. Who still uses the pool meets errors, never memory that is another's."""
+        if pool.connection.silent:
+            self._silent.add(key)
+        del self._pools[key]
+        pool.close()
+
+    def _sweep(self) -> None:
+        """Let go of peers that are gone, each on its own lane."""
+        for key in list(self._peer_locks):
+            pool = self._pools.get(key)
+            if pool is None:
+                self._forget(key)
+            elif not pool.alive and not self._lanes.is_busy(key):
+                self._lanes.put(key, functools.partial(self._forget, key))
+
+    def _forget(self, key: _Key) -> None:
+        """Nothing happens where somebody is at the peer just now: the next heartbeat comes."""
+        peer_lock = self._peer_locks.get(key)
+        if peer_lock is None or not peer_lock.acquire(blocking=False):
+            return
+        try:
+            pool = self._pools.get(key)
+            if self._peer_locks.get(key) is not peer_lock or (pool is not None and pool.alive):
+                return
+            if pool is not None:
+                if not pool.lock.acquire(blocking=False):
+                    return
+                self._let_go(key, pool)
+                pool.lock.release()
+            del self._peer_locks[key]
+        finally:
+            peer_lock.release()
+
     def _has_restarted(self, pool: PeerPool, peer: PeerAddress, aborted: Callable[[], bool]) -> bool:
         """Whether a peer that seems alive is in another life. A reference may say so wrongly, and others use the connection: so the peer
         is asked, over another one."""
@@ -272,6 +316,7 @@ class PeerPools:
             if stopping:
                 return
             if due:
+                self._sweep()
                 for peer, group in itertools.groupby(kept, key=_order):
                     if peer not in self._beating:
                         self._beating.add(peer)
@@ -305,8 +350,7 @@ class PeerPools:
         if not leases:
             return
         answer = self.ask(peer, Heartbeat(signatures=list(leases.values())), lambda: self._stopping)
-        if not isinstance(answer, Leases):
-            raise KVTransferError(f"a heartbeat was answered with {type(answer).__name__}, expected Leases")
+        assert isinstance(answer, Leases)
         with self._condition:
             for key, lease in leases.items():
                 if key in self._kept and lease in answer.expiry:
@@ -345,16 +389,3 @@ def _meet(
 
 def _order(reference: RemoteReference) -> _Key:
     return peer_of(reference).key
-
-
-def _check_welcome(welcome: Welcome) -> None:
-    pool = welcome.pool
-    if not math.isfinite(welcome.now):
-        raise KVTransferError(f"engine {welcome.engine_id!r} says that its clock shows {welcome.now}, expected a finite number of seconds")
-    if pool.dtype not in ITEM_SIZES:
-        raise KVTransferError(f"engine {welcome.engine_id!r} holds KV of dtype {pool.dtype!r}, expected one of {sorted(ITEM_SIZES)}")
-    layer_bytes = 2 * pool.num_blocks * pool.num_kv_heads * pool.block_size * pool.head_dim * ITEM_SIZES[pool.dtype]
-    if len(welcome.layer_offsets) != pool.num_layers:
-        raise KVTransferError(f"engine {welcome.engine_id!r} announces {len(welcome.layer_offsets)} layer offsets for {pool.num_layers} layers")
-    if max(welcome.layer_offsets) + layer_bytes > welcome.pool_bytes:
-        raise KVTransferError(f"engine {welcome.engine_id!r} announces layers that end beyond its pool of {welcome.pool_bytes} bytes")

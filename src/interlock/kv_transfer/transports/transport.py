@@ -95,10 +95,14 @@ class Connection(Protocol):
     """Messages with one peer's side channel. One thread at a time; `alive` and `close` from any."""
 
     def send(self, message: Message, timeout: float = 1.0) -> None:
-        """Raises KVTransferError when the peer is gone, or takes nothing for `timeout` seconds."""
+        """Raises KVTransferError when the peer is gone, or has not taken it within `timeout` seconds."""
 
     def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
-        """The next message. Raises KVTransferError when the peer is gone, silent for `timeout` seconds, or sends something else."""
+        """The next message. Raises KVTransferError when the peer is gone, or sends something else; when no whole message is there within
+        `timeout` seconds, or `aborted` says so, whatever else the peer sends meanwhile."""
+
+    def has_unasked(self) -> bool:
+        """Whether the peer has begun to send a message; without waiting. Raises KVTransferError when the connection is broken."""
 
     @property
     def alive(self) -> bool:
