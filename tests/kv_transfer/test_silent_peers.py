@@ -12,7 +12,7 @@ from push_support import BLOCKS, OURS, TOKENS, Prefill, assert_handed_over, deco
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.kv_transfer.connectors import peer_worker, push_sender
 from interlock.kv_transfer.references import from_params
-from interlock.kv_transfer.transports.nixl_memory import NixlMemory, NixlTransfer
+from interlock.kv_transfer.transports.nixl_memory import NixlTransfer
 from interlock.kv_transfer.transports.peer_client import peer_of
 
 over_tcp = pytest.mark.parametrize("transport", ["tcp"], indirect=True)
@@ -30,7 +30,7 @@ def go_on(process):
 
 @over_all
 def test_a_producer_that_stands_still_costs_its_own_load_and_no_other_of_the_same_step(engines, producer_process):
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=0.5, handshake_timeout=30)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=3.0, handshake_timeout=30)
     producer.fill(1)
     still = producer_process.ask("prefill", "still", TOKENS[:12], [5, 2, 7])
     sound = producer.prefill("sound", TOKENS[:12], [5, 2, 7])
@@ -52,14 +52,13 @@ class TestReadsOverTcp:
     def read(self, engines, producer_process, monkeypatch):
         """A consumer whose read of blocks 4, 5, 6 is held up by a producer that stands still, and has failed."""
         monkeypatch.setattr(peer_worker, "ABORT_SECONDS", 0.1)
-        consumer = engines("kv_consumer", timeout=0.5)
+        consumer = engines("kv_consumer", timeout=3.0)
         consumer.fill(2)
         for request_id, blocks in (("warm", [1, 2, 3]), ("held", [4, 5, 6])):
             params = producer_process.ask("prefill", request_id, TOKENS[:12], [5, 2, 7])
             _, promises = consumer.admit(request_id, TOKENS[:12], params, blocks)
             if request_id == "held":
                 stop(producer_process)
-                self.stands_still = True
             output = consumer.step(CUDAGraphMode.FULL, promises)
             assert bool(output.load_errors) == (request_id == "held")
         return consumer, output.pending_block_ids
@@ -104,33 +103,6 @@ class TestReadsOverTcp:
         reported = frozenset()
         while "held" not in reported:
             reported = consumer.step().finished_recving
-
-    @over_tcp
-    def test_released_and_disconnected_it_would_go_on(self, engines, producer_process, monkeypatch):
-        """The negative control: what NIXL's interface offers for an end does not end it."""
-        self.stands_still, left = False, []
-
-        def let_go(memory):
-            with memory.lock:
-                for transfer in list(memory._transfers) if self.stands_still else ():
-                    memory._agent.release_xfer_handle(transfer.handle)
-                    left.append(memory._agent)
-                    memory.take(transfer, "ERR")
-                    memory._agent.remove_remote_agent(memory._name)
-
-        monkeypatch.setattr(NixlMemory, "watch", let_go)
-        consumer, pending = self.read(engines, producer_process, monkeypatch)
-        assert not pending
-        before = consumer.snapshot()
-        go_on(producer_process)
-
-        def has_changed():
-            for agent in left:
-                agent.get_new_notifs()
-            return not np.array_equal(consumer.snapshot(), before)
-
-        wait_for(has_changed)
-        left.clear()
 
 
 class HeldWrites:
