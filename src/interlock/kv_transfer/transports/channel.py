@@ -134,8 +134,9 @@ class Channel:
 
     def receive(self, timeout: float, aborted: Callable[[], bool]) -> Message:
         """The next message. Raises KVTransferError when the peer is gone, or sends something else; when no whole message is there within
-        `timeout` seconds, or `aborted` says so, whatever else the peer sends meanwhile."""
-        deadline = time.monotonic() + timeout
+        `timeout` seconds, or `aborted` says so, whatever else the peer sends meanwhile. A peer that answers at once is heard out: what an
+        engine says while it closes arrives."""
+        begun = time.monotonic()
         while True:
             with self._reading:
                 if (message := self._next_message()) is not None:
@@ -145,7 +146,7 @@ class Channel:
                     return message
             if not is_open:
                 raise self._lost("the peer closed it")
-            self._check(deadline, aborted)
+            self._check(begun + timeout, lambda: time.monotonic() > begun + _SLICE_SECONDS and aborted())
             self._wait(select.POLLIN)
 
     def has_unasked(self) -> bool:
