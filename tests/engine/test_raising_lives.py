@@ -2,11 +2,10 @@
 
 import dataclasses
 import random
-from collections import deque
 
 import pytest
 from engine_fakes import FakeConnector, Harness
-from test_scheduler_properties import arrive, random_actions
+from test_scheduler_properties import act_out, random_actions
 
 METHODS = [
     "build_connector_meta",
@@ -78,33 +77,7 @@ def test_whatever_is_raised_nobody_starves_no_output_changes_and_only_loads_that
         kv_load_timeout=5.0,
         kv_async_load_timeout=20.0,
     )
-    expected, in_flight = {}, deque()
-
-    def retire():
-        output = in_flight.popleft()
-        h.take(output, h.runner.execute_model(output))
-
-    def step():
-        in_flight.append(h.scheduler.schedule())
-        if len(in_flight) == depth:
-            retire()
-
-    for action in actions:
-        if action[0] == "step":
-            step()
-        elif action[0] == "abort":
-            h.scheduler.abort_request(f"r{action[1]}")
-        else:
-            output = arrive(h, f"r{len(expected)}", *action[1:])
-            if output is not None:
-                expected[f"r{len(expected)}"] = output
-    bound = 200 + sum(len(tokens) + 60 for tokens in expected.values()) * 4
-    while h.scheduler.has_work:
-        bound -= 1
-        assert bound > 0, "somebody starves"
-        step()
-    while in_flight:
-        retire()
+    expected = act_out(h, actions, depth, 200, lambda tokens: (len(tokens) + 60) * 4)
     connector.rate = 0
     for _ in range(2):  # what is in doubt ends with a step in which all goes well
         h.step()

@@ -133,6 +133,40 @@ def test_nothing_leaks_nobody_starves_and_each_output_equals_running_alone(
     live(actions, num_blocks, budget, seats, depth, policy, caching, block_size, with_connector)
 
 
+def act_out(h, actions, depth, steps, steps_for):
+    """Take all `actions`, with `depth` steps in flight, and step until nothing is left to do, within `steps` and `steps_for(output)` of
+    each request. Returns what each request that was taken in gives when it runs alone."""
+    expected, in_flight = {}, deque()
+
+    def retire():
+        output = in_flight.popleft()
+        h.take(output, h.runner.execute_model(output))
+
+    def step():
+        in_flight.append(h.scheduler.schedule())
+        if len(in_flight) == depth:
+            retire()
+
+    for action in actions:
+        if action[0] == "step":
+            step()
+        elif action[0] == "abort":
+            h.scheduler.abort_request(f"r{action[1]}")
+        else:
+            name = f"r{len(expected)}"
+            output = arrive(h, name, *action[1:])
+            if output is not None:
+                expected[name] = output
+    bound = steps + sum(steps_for(tokens) for tokens in expected.values())
+    while h.scheduler.has_work:
+        bound -= 1
+        assert bound > 0, "somebody starves"
+        step()
+    while in_flight:
+        retire()
+    return expected
+
+
 def arrive(h, name, prompt, max_tokens, offer, lease, salt, ignore_eos):
     """Add a request with what the connector has for it; returns the output that it would have alone, None if it is refused."""
     if h.connector is not None and offer is not None:
@@ -161,34 +195,7 @@ def live(actions, num_blocks, budget, seats, depth, policy, caching, block_size,
         enable_prefix_caching=caching,
         block_size=block_size,
     )
-    expected, in_flight = {}, deque()
-
-    def retire():
-        output = in_flight.popleft()
-        h.take(output, h.runner.execute_model(output))
-
-    def step():
-        in_flight.append(h.scheduler.schedule())
-        if len(in_flight) == depth:
-            retire()
-
-    for action in actions:
-        if action[0] == "step":
-            step()
-        elif action[0] == "abort":
-            h.scheduler.abort_request(f"r{action[1]}")
-        else:
-            name = f"r{len(expected)}"
-            output = arrive(h, name, *action[1:])
-            if output is not None:
-                expected[name] = output
-    bound = 60 + sum(len(tokens) + 40 for tokens in expected.values()) * 3
-    while h.scheduler.has_work:
-        bound -= 1
-        assert bound > 0, "somebody starves"
-        step()
-    while in_flight:
-        retire()
+    expected = act_out(h, actions, depth, 60, lambda tokens: (len(tokens) + 40) * 3)
     assert set(h.done) == set(expected)
     for name, request in h.done.items():
         if request.finish_reason in ("stop", "length"):
