@@ -168,12 +168,16 @@ def test_a_child_that_reports_on_all_requests_and_blocks_changes_nothing(
         for number in chosen:
             fill(decode, 2, prompts[number])  # what is asked for again is found
         before, owners = decode.metrics()["num_preemptions"], watch_owners(decode)
-        references = [output.kv_transfer_params for output in prefill.generate([prompts[number] for number in chosen], PREFILL)]
-        wanted = [with_reference(number, reference) for number, reference in zip(chosen, references, strict=True)]
-        outputs = decode.generate([prompts[number] for number in chosen], wanted)
-        assert [bits(output) for output in outputs] == [outputs_alone[number] for number in chosen]
-        assert all(of_one[0] == 0 and 0 not in of_one[1:] for of_one in owners.values()), owners
-        assert any(len(of_one) > 1 for of_one in owners.values()), "somebody was preempted and has loaded again"
+        for _ in range(20):  # when loads land decides who is preempted
+            references = [output.kv_transfer_params for output in prefill.generate([prompts[number] for number in chosen], PREFILL)]
+            wanted = [with_reference(number, reference) for number, reference in zip(chosen, references, strict=True)]
+            outputs = decode.generate([prompts[number] for number in chosen], wanted)
+            assert [bits(output) for output in outputs] == [outputs_alone[number] for number in chosen]
+            assert all(of_one[0] == 0 and 0 not in of_one[1:] for of_one in owners.values()), owners
+            if any(len(of_one) > 1 for of_one in owners.values()):
+                break
+        else:
+            pytest.fail("nobody was preempted and has loaded again")
         metrics = decode.metrics()
         assert (metrics["num_failed_loads"], metrics["num_dropped_reports"]) == (0, 0), "what was said has not reached the engine"
         assert metrics["num_preemptions"] > before

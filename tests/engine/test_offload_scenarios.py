@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import shelf_connector
-from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone
+from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone, step_until, step_until_saved
 from tier_puppets import TardyShelf
 
 from checkpoints import make_tiny_llama
@@ -50,14 +50,6 @@ def start(llm, prompt, params=GREEDY):
 
 def tokens_alone(alone, prompt):
     return alone[tuple(prompt)][0][0]
-
-
-def step_until(llm, condition, limit=10_000):
-    for _ in range(limit):
-        if condition():
-            return
-        llm.core.step()
-    raise AssertionError(f"still waiting after {limit} steps")
 
 
 @pytest.mark.parametrize("cudagraph_mode", MODES)
@@ -322,19 +314,22 @@ def test_what_turns_out_wrong_after_it_was_saved_does_not_stay_in_the_tier(model
     children = [{"kv_connector": "tier_puppets:TardyShelf"}, {"kv_connector": tier, "kv_connector_extra_config": extra}]
     with open_engine(model, "MultiConnector", {"connectors": children}, transfer={"kv_load_failure_policy": "recompute"}) as llm:
         scheduler_half = llm.core._connector.children[1].scheduler_half
+        worker_half = llm.core.runner._kv.connector.children[1].worker_half
         llm.generate([A], long)
         drain(llm)
         forget_everything(llm, scheduler_half, tmp_path)
         request = start(llm, A, long)
         step_until(llm, lambda: request.num_output_tokens == 6)
         assert all(not scheduler_half.index.wants(key) for key in request.block_hashes[:4]), "the garbage is saved"
-        step_until(llm, lambda: not scheduler_half._reading)
+        step_until_saved(llm, scheduler_half, worker_half)
+        assert not request.finished
         if not hears:
             scheduler_half.invalidate = Deaf().invalidate
         TardyShelf.notices = True
         step_until(llm, lambda: request.finished)
         assert llm.metrics()["num_failed_loads"] == 1
         forget_local(llm)
+        step_until(llm, lambda: not scheduler_half._saves)  # what is garbage would have been found from here on
         shelf_connector.SHELF[-1].entries.clear()
         (output,) = llm.generate([A], long)
         assert (bits(output) == expected) == hears

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone
+from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, run_alone, step_until
 from tier_puppets import Faults, FaultyStorage
 
 from checkpoints import make_tiny_llama
@@ -58,14 +58,6 @@ def start(llm, prompt):
     request = llm.core.make_request(f"r{len(llm.core.scheduler.requests)}", {"prompt_token_ids": prompt}, GREEDY)
     llm.core.add_request(request)
     return request
-
-
-def step_until(llm, condition, limit=100_000):
-    for _ in range(limit):
-        if condition():
-            return
-        llm.core.step()
-    raise AssertionError(f"still waiting after {limit} steps")
 
 
 def run(llm, prompt):

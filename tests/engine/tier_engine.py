@@ -1,6 +1,8 @@
 """Engines with tiers, on a tiny model, and what their outputs are compared with."""
 
 import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from interlock import LLM, SamplingParams
 
 OPTIONS: dict[str, Any] = {"threads": 2, "max_model_len": 128, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 NUM_TOKENS = 12
+TIMEOUT = 120.0  # seconds that a test gives to threads beside its own
 MODES = ["NONE", "PIECEWISE", "FULL"]
 
 # A block of the tiny model has 2 layers x 2 (keys, values) x 2 heads x 8 positions x 16 x 2 bytes.
@@ -60,13 +63,33 @@ def open_engine(
     return LLM(model, kv_transfer_config=config, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES, **options)
 
 
-def drain(llm: LLM) -> None:
-    """Let every save and load end; every block is back in the pool then."""
-    for _ in range(100_000):
-        if not llm.core.has_work:
-            break
+def step_until(llm: LLM, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "still waiting"
         llm.core.step()
-    assert not llm.core.has_work
+
+
+def step_until_saved(llm: LLM, scheduler_half: Any, worker_half: Any) -> None:
+    """Make the few steps that order the saves under way and hear of their ends; none is made while the tier's threads are at work, so a
+    request that runs gets no further than that."""
+    deadline = time.monotonic() + TIMEOUT
+    while scheduler_half.has_news:
+        llm.core.step()
+        while not scheduler_half._reading <= set(worker_half.reports._released):
+            assert time.monotonic() < deadline, "still waiting"
+            time.sleep(0.001)
+
+
+def tier_halves(llm: LLM) -> list[Any]:
+    """The scheduler halves of the engine's tiers."""
+    connector = llm.core._connector
+    return [child.scheduler_half for child in getattr(connector, "children", [connector]) if hasattr(child, "scheduler_half")]
+
+
+def drain(llm: LLM) -> None:
+    """Let every load end, and every save be where it belongs; every block is back in the pool then."""
+    step_until(llm, lambda: not llm.core.has_work and not any(half._saves for half in tier_halves(llm)))
     assert llm.audit().all_free, llm.audit()
 
 

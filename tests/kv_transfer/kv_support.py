@@ -178,3 +178,18 @@ def random_bytes(buffer: Buffer, seed: int) -> None:
     """Fill a buffer with bytes that depend on `seed`."""
     view = buffer.numpy().reshape(-1).view(np.uint8)
     view[:] = np.random.default_rng(seed).integers(0, 256, view.size, np.uint8)
+
+
+def note_at_the_first_failure(ledger, take):
+    """`(event, noted)`: what `take` returns in the moment in which a transfer first fails, before anybody else can hear of that."""
+    end, failed, noted = ledger.end_transfer, threading.Event(), []
+
+    def end_transfer(transfer, error=None):
+        if error is not None and not noted:
+            noted.append(take())
+        end(transfer, error)
+        if error is not None:
+            failed.set()
+
+    ledger.end_transfer = end_transfer
+    return failed, noted

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from kv_support import kv_cache_config, kv_caches, random_bytes
+from kv_support import kv_cache_config, kv_caches, note_at_the_first_failure, random_bytes
 
 from interlock.core.step import LoadPromise
 from interlock.graphs import copy
@@ -99,6 +99,15 @@ def stopped(abort):
 
 def broken(abort):
     raise OSError("the memory is gone")
+
+
+@pytest.mark.parametrize("num_present", [1, 2])
+def test_who_hears_that_a_transfer_has_failed_can_hear_of_the_bad_key(tier, num_present):
+    tier.ledger.open_step(1, [LoadPromise("r1", 0, 3 * SIZE, (2, 3, 5))], 60)
+    failed, noted = note_at_the_first_failure(tier.ledger, tier.ended)
+    tier.load(1, [0, 1, 2][:num_present] + [None] * (3 - num_present), (2, 3, 5), step=1)
+    assert failed.wait(60)
+    assert noted == [{1: (num_present, (key_of(num_present),))}]
 
 
 @pytest.mark.parametrize("problem", [stopped, broken])

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from kv_support import kv_cache_config, kv_caches, random_bytes
+from kv_support import kv_cache_config, kv_caches, note_at_the_first_failure, random_bytes
 
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
@@ -188,6 +188,16 @@ def test_what_was_given_up_has_ended_at_once_and_the_key_that_hangs_is_bad(stora
     hold.let_go_and_join()
     storage.worker.reports.results()
     assert storage.worker.reports.worker_meta().loads == (), "its end is told once"
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_who_hears_that_a_transfer_has_failed_can_hear_of_the_bad_key(storage, missing):
+    storage.ledger.open_step(1, [LoadPromise("r1", 0, 3 * CONFIG.block_size, (5, 6, 7))], 60)
+    storage.files.path(key_of(missing)).unlink()
+    failed, noted = note_at_the_first_failure(storage.ledger, lambda: storage.ended(0))
+    storage.load([0, 1, 2], [5, 6, 7], step=1)
+    assert failed.wait(60)
+    assert noted == [{1: (missing, (key_of(missing),))}]
 
 
 def hold_both_readers(storage):

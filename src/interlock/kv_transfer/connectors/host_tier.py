@@ -148,12 +148,14 @@ class CopyThread:
 
 @dataclass(slots=True, eq=False)
 class _CopyIn:
-    """A load under way. blocks, slots: int64, those that are there; transfers: per layer, if a step consumes it; layer: the next to be copied."""
+    """A load under way. blocks, slots: int64, those that are there; transfers: per layer, if a step consumes it; missing: transfers of what
+    has gone; layer: the next to be copied."""
 
     load: TierLoad
     step: int
     ledger: Ledger
     transfers: Sequence[int]
+    missing: Sequence[int]
     blocks: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     abort: Buffer = field(default_factory=lambda: Buffer.zeros((1,), "int64"))
@@ -186,8 +188,8 @@ class HostTierWorker:
         one is reported to `ledger` as transfers of `step`."""
         count = load.num_available
         places = [place for place in load.places[:count] if place is not None]
-        transfers = self._begin(load, step, ledger) if load.synchronous else []
-        copy = _CopyIn(load, step, ledger, transfers, np.array(load.block_ids[:count], np.int64), np.array(places, np.int64))
+        transfers, missing = self._begin(load, step, ledger) if load.synchronous else ([], [])
+        copy = _CopyIn(load, step, ledger, transfers, missing, np.array(load.block_ids[:count], np.int64), np.array(places, np.int64))
         if load.synchronous:
             with self._lock:
                 self._step_loads.setdefault(step, []).append(copy)
@@ -239,16 +241,18 @@ class HostTierWorker:
         self._end(copy, error)
 
     def _end(self, copy: _CopyIn, error: str | None) -> None:
-        """Nothing is written for the load any more."""
+        """Nothing is written for the load any more. The step that waits for it hears of its bad keys as well."""
         load, landed = copy.load, len(copy.blocks) if error is None else 0
+        if landed:
+            self.reports.note_speed(landed * self._num_layers * self._block_bytes, copy.seconds)
+        bad = load.keys[landed : landed + 1] if landed == load.num_available else ()
+        self.reports.end_load(EndedLoad(load, landed, bad))
         try:
             for transfer in copy.transfers[copy.layer :]:
                 copy.ledger.end_transfer(transfer, error)
+            for transfer in copy.missing:
+                copy.ledger.end_transfer(transfer, "the tier no longer has the block")
         finally:
-            if landed:
-                self.reports.note_speed(landed * self._num_layers * self._block_bytes, copy.seconds)
-            bad = load.keys[landed : landed + 1] if landed == load.num_available else ()
-            self.reports.end_load(EndedLoad(load, landed, bad))
             with self._lock:
                 others = [other for other in self._step_loads.pop(copy.step, ()) if other is not copy]
                 if others:
@@ -269,16 +273,15 @@ class HostTierWorker:
 
     # ---- below
 
-    def _begin(self, load: TierLoad, step: int, ledger: Ledger) -> list[int]:
-        """One transfer per layer for what is there; what has gone fails at once."""
+    def _begin(self, load: TierLoad, step: int, ledger: Ledger) -> tuple[list[int], list[int]]:
+        """One transfer per layer for what is there, and one for what has gone."""
         block_size = (load.stop - load.start) // len(load.block_ids)
         middle = load.start + load.num_available * block_size
-        for layer in range(self._num_layers):
-            if middle < load.stop:
-                ledger.end_transfer(ledger.begin_transfer(step, load.req_id, layer, middle, load.stop), "the tier no longer has the block")
-        if middle == load.start:
-            return []
-        return [ledger.begin_transfer(step, load.req_id, layer, load.start, middle) for layer in range(self._num_layers)]
+
+        def begin(start: int, stop: int) -> list[int]:
+            return [ledger.begin_transfer(step, load.req_id, layer, start, stop) for layer in range(self._num_layers)] if start < stop else []
+
+        return begin(load.start, middle), begin(middle, load.stop)
 
     def _descriptors(self, layer: int, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, load: bool) -> npt.NDArray[np.int64]:
         in_pool = self._layer_addresses[layer] + blocks * self._block_bytes

@@ -34,8 +34,8 @@ class _Read:
     """A load from files. One that a step consumes goes layer by layer, and the ledger hears of each block of a layer; any other goes block
     by block. The lock is held while bytes go into the pool, and when the load ends.
 
-    count: its first blocks that can still land; num_landed: those that have, in all layers; layer, digests: where the next reader goes on;
-    reading: the block whose file is being read; seconds: spent in reading.
+    count: its first blocks that can still land; problem: why the others cannot; num_landed: those that have, in all layers; layer, digests:
+    where the next reader goes on; reading: the block whose file is being read; seconds: spent in reading.
     """
 
     def __init__(self, load: TierLoad, step: int, ledger: Ledger, num_layers: int, deadline: float) -> None:
@@ -48,6 +48,7 @@ class _Read:
         self.replaced = False
         self.reading: int | None = None
         self.count = len(load.block_ids)
+        self.problem: str | None = None
         self.num_landed = 0
         self.bad_keys: tuple[bytes, ...] = ()
         self.layer = 0
@@ -66,16 +67,10 @@ class _Read:
         self.reading = None
         self.ledger.end_transfer(self.transfers.pop((index, self.layer)))
 
-    def fail_from(self, index: int, error: str | None) -> None:
-        """Of this block and those behind it nothing more lands. The lock is held."""
-        self.count = index
-        for place in [place for place in self.transfers if place[0] >= index]:
-            self.ledger.end_transfer(self.transfers.pop(place), error)
-
-    def end(self, error: str | None) -> None:
-        """The rest has failed, or there is none. The lock is held."""
-        self.over = True
-        self.fail_from(0, error)
+    def end_transfers(self, error: str | None) -> None:
+        """What has not landed has failed. The lock is held."""
+        while self.transfers:
+            self.ledger.end_transfer(self.transfers.popitem()[1], error)
 
 
 class StorageWorker:
@@ -238,39 +233,40 @@ class StorageWorker:
             read.reading = None
             if not read.over:
                 read.bad_keys = (read.load.keys[index],)
-                read.fail_from(index, str(error))
+                read.count, read.problem = index, str(error)
 
     def _end(self, read: _Read, num_landed: int, error: str | None) -> None:
         with read.lock:
             if read.over:
                 return
             read.num_landed = num_landed
-            read.end(error)
-        if num_landed:
-            self.reports.note_speed(num_landed * self._files.payload_bytes, read.seconds)
-        self._report(read)
+            if num_landed:
+                self.reports.note_speed(num_landed * self._files.payload_bytes, read.seconds)
+            self._report(read, error)
 
     def _give_up(self, read: _Read, error: str) -> None:
         """End a load whatever its read does; returns when it writes nothing any more. A read that hangs makes its key a miss."""
         with read.lock:
             if read.over:
                 return
-            read.end(error)
             hangs = read.reading is not None
             with self._lock:
                 read.replaced = hangs and self._stuck < _MAX_STUCK_READERS
                 self._stuck += read.replaced
             if read.reading is not None:
                 read.bad_keys = (read.load.keys[read.reading],)
+            self._report(read, error)
         logger.warning("the load of request %s from storage was given up: %s", read.load.req_id, error)
         if read.replaced:
             self._add_reader()
-        self._report(read)
 
-    def _report(self, read: _Read) -> None:
+    def _report(self, read: _Read, error: str | None) -> None:
+        """The load is over. The step that waits for it hears of its bad keys as well: they are a miss before it is made again."""
+        read.over = True
         with self._lock:
             del self._reads[read.load.load_id]
         self.reports.end_load(EndedLoad(read.load, read.num_landed, read.bad_keys))
+        read.end_transfers(read.problem if error is None else error)
 
     def _open_reads(self) -> list[_Read]:
         with self._lock:

@@ -1,6 +1,6 @@
 """What the threads of a tier have to say to the step's thread."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 from interlock.kv_transfer.connector import KVConnectorTransferResults
@@ -43,14 +43,13 @@ class TierReports:
     def store_save(self, save_id: int, stored: bool) -> None:
         """A save has ended."""
         with self._lock:
-            self._stored.append((save_id, stored))
-            self.counters["num_saved_blocks" if stored else "num_failed_saves"] += 1
+            self._store([save_id], stored)
 
     def end_saves(self, save_ids: list[int], stored: bool) -> None:
-        """Saves have ended, and their blocks are not read any more."""
-        self.release_saves(save_ids)
-        for save_id in save_ids:
-            self.store_save(save_id, stored)
+        """Saves have ended, and their blocks are not read any more: one report says both."""
+        with self._lock:
+            self._released += save_ids
+            self._store(save_ids, stored)
 
     def results(self) -> KVConnectorTransferResults:
         """The asynchronous loads that have ended since the last call."""
@@ -80,3 +79,7 @@ class TierReports:
             counts = {name: float(value) for name, value in self.counters.items()}
             self.counters = dict.fromkeys(self.counters, 0)
             return counts
+
+    def _store(self, save_ids: Sequence[int], stored: bool) -> None:
+        self._stored += [(save_id, stored) for save_id in save_ids]
+        self.counters["num_saved_blocks" if stored else "num_failed_saves"] += len(save_ids)
