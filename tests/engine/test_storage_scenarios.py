@@ -354,6 +354,14 @@ def test_another_model_or_kv_dtype_or_block_size_finds_nothing(model, alone, tmp
             drain(llm)
 
 
+def test_an_engine_with_another_pool_or_max_model_len_finds_the_blocks(model, alone, tmp_path):
+    for life, options in enumerate(({}, {"num_blocks": 12}, {"num_blocks": 70, "max_model_len": 512}, {"max_model_len": None})):
+        with open_engine(model, "StorageConnector", {"path": str(tmp_path)}, **options) as llm:
+            assert run(llm, A) == alone[0]
+            assert (llm.metrics()["num_external_tokens"] > 0) == (life > 0)
+            drain(llm)
+
+
 def test_files_of_others_in_the_directory_survive_start_and_eviction_and_leftovers_do_not(model, alone, tmp_path):
     bound = 6 * (BLOCK_BYTES + 128)
     extra = {"path": str(tmp_path), "max_bytes": bound}

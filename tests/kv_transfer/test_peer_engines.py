@@ -19,7 +19,7 @@ CASES = {
         {"kv_cache_memory_bytes": 448 * 1024, "enable_prefix_caching": False},
         {},
     ),
-    "pull over tcp at gates": (TCP, "read", {}, {}),
+    "pull over tcp at gates, longer sequences in prefill": (TCP, "read", {"max_model_len": 512}, {}),
     "push over tcp at gates": (TCP, "write", {}, AT_GATES),
     "push while prefill is short of blocks": (
         "shared_memory",

@@ -1,5 +1,7 @@
 """Rotary tables equal those of Hugging Face transformers, for each scaling kind, also beyond the original length."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints import make_tiny_llama, make_tiny_llama_gguf
 from interlock.models.checkpoints import open_checkpoint
-from interlock.models.rope import rope_table
+from interlock.models.rope import ROPE_KINDS, RopeConfig, rope_identity, rope_table
 
 LENGTH = 512  # eight times the original length of the scaled kinds
 # transformers computes angles in float32: an angle of up to 512 radians is off by up to 512 * 2**-24, and the frequencies by as much again.
@@ -72,6 +74,33 @@ def test_kinds_that_depend_on_length_are_fixed_by_the_model_length(tmp_path: Pat
     short, long = rope_table(rope, 64), rope_table(rope, 256)
     assert not np.array_equal(short, long[:64])
     assert np.array_equal(short[:32], rope_table(rope, 32))
+
+
+def test_tables_of_any_length_have_one_identity_exactly_if_their_rows_are_equal(tmp_path: Path) -> None:
+    lengths = [1, 63, 64, 65, 300, LENGTH]
+    rows, texts = {}, {}
+    for number, scaling in enumerate(SCALINGS):
+        rope = open_checkpoint(make_tiny_llama(tmp_path / str(number), rope_scaling=scaling, max_position_embeddings=LENGTH)).config.rope
+        for length in lengths:
+            table = rope_table(rope, length)
+            assert np.array_equal(table, _first_rows(rope, length, LENGTH)[:length])
+            rows[number, length], texts[number, length] = _first_rows(rope, length, LENGTH).tobytes(), rope_identity(rope, length)
+    for one, other in itertools.combinations(texts, 2):
+        assert (texts[one] == texts[other]) == (rows[one] == rows[other]), (one, other)
+
+
+def _first_rows(rope: RopeConfig, max_model_len: int, count: int) -> np.ndarray:
+    """The table's first rows, and those that it would have if it were longer, by the angles of `max_model_len`."""
+    frequencies, factor = ROPE_KINDS[rope.kind].formula(rope, max_model_len)
+    angles = np.arange(count)[:, None] * frequencies
+    return np.concatenate((np.cos(angles) * factor, np.sin(angles) * factor), axis=1).astype(np.float32)
+
+
+def test_where_the_angles_depend_on_max_model_len_the_identity_names_it(tmp_path: Path) -> None:
+    rope = open_checkpoint(make_tiny_llama(tmp_path, rope_scaling={"rope_type": "longrope", **LONG}, max_position_embeddings=LENGTH)).config.rope
+    assert rope_identity(rope, 64).endswith(" max_model_len<=64")
+    assert rope_identity(rope, 65).endswith(" max_model_len>64")
+    assert " " not in rope_identity(dataclasses.replace(rope, kind="default", parameters={}), 64)
 
 
 @pytest.mark.parametrize(

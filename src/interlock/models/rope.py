@@ -4,6 +4,7 @@ Each scaling kind follows `modeling_rope_utils.py` of Hugging Face transformers,
 the length of the sequence (dynamic, longrope) take the model's `max_model_len`, so that a position's angle never changes.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from interlock.core.errors import CheckpointError
 
 F64 = npt.NDArray[np.float64]
+_DIGEST_ROWS = 1 << 15
+_ROWS_AT_ONCE = 1 << 12
 RopeParameter = float | bool | tuple[float, ...]
 
 
@@ -49,7 +52,7 @@ def rope_table(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float32]:
     """
     try:
         with np.errstate(all="ignore"):
-            table = _table(rope, max_model_len)
+            table = _rows(np.arange(max_model_len), *_formula(rope, max_model_len))
         if np.isfinite(table).all():
             return table
         cause = "some are not finite"
@@ -59,11 +62,33 @@ def rope_table(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float32]:
     raise CheckpointError(f"rope type {rope.kind!r} with {stated} gives no usable angles ({cause}); check the model's rotary parameters")
 
 
-def _table(rope: RopeConfig, max_model_len: int) -> npt.NDArray[np.float32]:
+def rope_identity(rope: RopeConfig, max_model_len: int) -> str:
+    """What tells tables apart, as text, whatever their number of rows: equal text, equal rows. `rope_table` accepts the arguments.
+
+    It digests what the rows are computed from and, since another machine's cosine may round otherwise, the rows of the model's first positions,
+    also those beyond `max_model_len`. Where the angles depend on `max_model_len`, it says how.
+    """
+    with np.errstate(all="ignore"):
+        frequencies, factor = _formula(rope, max_model_len)
+        hasher = hashlib.sha256(frequencies.tobytes() + np.float64(factor).tobytes())
+        stop = min(rope.max_position_embeddings, _DIGEST_ROWS)
+        for start in range(0, stop, _ROWS_AT_ONCE):
+            hasher.update(_rows(np.arange(start, min(start + _ROWS_AT_ONCE, stop)), frequencies, factor).tobytes())
+    rule = ""
+    if rope.kind == "longrope":
+        rule = f" max_model_len{'>' if max_model_len > _original_length(rope) else '<='}{_original_length(rope):g}"
+    return hasher.hexdigest()[:16] + rule
+
+
+def _formula(rope: RopeConfig, max_model_len: int) -> tuple[F64, float]:
     frequencies, factor = ROPE_KINDS[rope.kind].formula(rope, max_model_len)
     if rope.frequency_divisors:
         frequencies = frequencies / np.asarray(rope.frequency_divisors, np.float64)
-    angles = np.arange(max_model_len, dtype=np.float64)[:, None] * frequencies
+    return frequencies, factor
+
+
+def _rows(positions: npt.NDArray[np.int64], frequencies: F64, factor: float) -> npt.NDArray[np.float32]:
+    angles = positions.astype(np.float64)[:, None] * frequencies
     return np.concatenate((np.cos(angles) * factor, np.sin(angles) * factor), axis=1).astype(np.float32)
 
 

@@ -1,6 +1,5 @@
 """The KV pool of a rank: its size, its identity, its memory."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from interlock.core.errors import ConfigError
 from interlock.kv_transfer.transports.shared_memory import KVPool, allocate_pool
 from interlock.models.config import ModelConfig
 from interlock.models.registry import LoadedModel
+from interlock.models.rope import rope_identity
 
 KERNEL_VERSION = 2  # part of the KV identity: raise it when a kernel's results change by a single bit
 
@@ -75,10 +75,10 @@ class KVCache:
             self.shared.close()
 
 
-def kv_identity(config: EngineConfig, loaded: LoadedModel, rope: Buffer) -> str:
+def kv_identity(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> str:
     """What the KV of a token sequence depends on, as readable text: equal text, equal bits."""
-    table = hashlib.sha256(rope.numpy().tobytes()).hexdigest()[:16]
-    return f"weights={loaded.weights_digest[:32]} rope={table} kv_dtype={kv_dtype(config)} kernels={KERNEL_VERSION}"
+    rope = rope_identity(loaded.config.rope, max_model_len)
+    return f"weights={loaded.weights_digest[:32]} rope={rope} kv_dtype={kv_dtype(config)} kernels={KERNEL_VERSION}"
 
 
 def _bytes_per_token(config: EngineConfig, model: ModelConfig) -> int:

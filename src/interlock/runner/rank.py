@@ -44,7 +44,7 @@ class RankModel:
         kv_model = dataclasses.replace(loaded.config, num_layers=num_layers)
         max_model_len = fit_max_model_len(config, kv_model)
         rope = Buffer.from_numpy(rope_table(loaded.config.rope, max_model_len))
-        identity = kv_identity(config, loaded, rope) + (f" drafter={drafter.identity}" if drafter is not None else "")
+        identity = kv_identity(config, loaded, max_model_len) + (f" drafter={drafter.identity}" if drafter is not None else "")
         kv_shape = kv_cache_config(config, kv_model, identity)
         check_connector(config, kv_shape)
         workspace = Workspace.allocate(
