@@ -6,7 +6,7 @@ import pytest
 import shelf_connector
 from test_multi_peer import PREFILL, with_reference
 from tier_engine import BLOCK_BYTES, GREEDY, MODES, bits, drain, forget_local, open_engine, params_of, run_alone
-from tier_puppets import Faults, ForgetfulIndex, Gossip, Unreachable
+from tier_puppets import Faults, ForgetfulIndex, Gossip, LosesOrders, TimesOut, Unreachable
 
 from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
 
@@ -140,6 +140,44 @@ def test_a_child_that_raises_while_it_is_waited_for_keeps_no_block(model, greedy
         asked = cudagraph_mode != "FULL"
         assert Unreachable.raised == (3 if asked else 0), "once a step: its loads of the step have failed"
         assert llm.metrics()["num_failed_loads"] == (3 if asked else 0)
+
+
+@pytest.mark.parametrize("cudagraph_mode", MODES)
+@pytest.mark.parametrize("async_load_bytes", [ASYNCHRONOUS, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_a_child_that_loses_its_metadata_loses_no_order_of_a_tier(model, greedy_alone, monkeypatch, async_load_bytes, cudagraph_mode):
+    shelf_connector.SHELF.append(shelf_connector.Shelf())
+    monkeypatch.setattr(LosesOrders, "steps", set(range(0, 1000, 2)))
+    children = ({"kv_connector": "tier_puppets:LosesOrders"}, offload(async_load_bytes))
+    with open_multi(model, *children, cudagraph_mode=cudagraph_mode) as llm:
+        keys = fill(llm, 1)
+        assert halves(llm, 1)[0].index.count_present(keys) == len(keys)
+        assert bits(llm.generate([A], GREEDY)[0]) == greedy_alone[0]
+        assert llm.metrics()["num_external_tokens"] == len(keys) * BLOCK
+        assert llm.metrics()["num_failed_loads"] == 0
+        drain(llm)
+
+
+def time_out(model, mode):
+    """What A gives when the child that loads it has raised."""
+    shelf_connector.SHELF.append(shelf_connector.Shelf())
+    children = ({"kv_connector": f"tier_puppets:{name}"} for name in ("TimesOut", "LosesOrders"))
+    with open_multi(model, *children, num_blocks=6, cudagraph_mode=mode, transfer={"kv_load_failure_policy": "recompute"}) as llm:
+        llm.generate([A], GREEDY)
+        forget_local(llm)
+        output = llm.generate([A], GREEDY)[0]
+        assert llm.metrics()["num_failed_loads"] == 1
+        drain(llm)
+        return bits(output)
+
+
+@pytest.mark.parametrize("cudagraph_mode", ["NONE", "PIECEWISE"])
+def test_a_child_that_raises_is_told_to_stop_before_its_blocks_are_computed_in(model, greedy_alone, cudagraph_mode):
+    assert time_out(model, cudagraph_mode) == greedy_alone[0]
+
+
+def test_negative_control_a_child_that_is_not_told_to_stop_writes_into_blocks_of_others(model, greedy_alone, monkeypatch):
+    monkeypatch.setattr(TimesOut, "abort_loads", lambda self, step: None)
+    assert time_out(model, "NONE") != greedy_alone[0]
 
 
 # What one says of another's load

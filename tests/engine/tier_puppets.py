@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shelf_connector import POISON, ShelfConnector
 
@@ -346,3 +346,44 @@ class Unreachable(ShelfConnector):
         if self._get_connector_metadata().loads:
             Unreachable.raised += 1
             raise OSError("the cache server is gone")
+
+
+class LosesOrders(ShelfConnector):
+    """Neither loads nor keeps anything, and raises once, in each step that the test names, where the step's metadata is made."""
+
+    steps: ClassVar[set[int]] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if scheduler_output.step in LosesOrders.steps:
+            raise OSError("the cache server is gone")
+        return super().build_connector_meta(scheduler_output)
+
+
+class TimesOut(ShelfConnector):
+    """Gives a load up while it is waited for, as if it had taken too long. Its writer goes on until it is told to stop, and is late: it
+    writes at the end of the next step."""
+
+    writing: ClassVar[list[int]] = []
+    late: ClassVar[list[int]] = []
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        TimesOut.writing = [block_id for block_ids, _, _ in self._get_connector_metadata().loads.values() for block_id in block_ids]
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._get_connector_metadata().loads:
+            raise TimeoutError("the load took too long")
+
+    def abort_loads(self, step: int) -> None:
+        TimesOut.writing = []
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        for layer in self.layers:
+            layer[TimesOut.late] = POISON
+        TimesOut.late, TimesOut.writing = TimesOut.writing, []

@@ -66,6 +66,9 @@ class Child(KVConnector):
     def wait_for_save(self) -> None:
         self.calls.append(("wait_for_save",))
 
+    def abort_loads(self, step: int) -> None:
+        self.calls.append(("abort_loads", step))
+
     def get_transfer_results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
         reports, self.reports = self.reports, KVConnectorTransferResults()
         return reports
@@ -131,3 +134,9 @@ class RaisesOnce(Child):
             raise OSError(f"no {name}")
 
         return fail
+
+
+class CannotStop(RaisesOnce):
+    def abort_loads(self, step: int) -> None:
+        super().abort_loads(step)
+        raise OSError("it goes on")

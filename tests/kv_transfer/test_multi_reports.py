@@ -7,7 +7,7 @@ import logging
 import pytest
 from kv_support import LAYERS, Request
 from multi_children import MADE, RaisesOnce
-from multi_support import Pair, make, promise, recv
+from multi_support import Pair, make, promise, recv, sent
 
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.kv_transfer.connector import KVConnector, KVConnectorRole, KVConnectorTransferResults
@@ -19,6 +19,7 @@ REPORTED = {
     "failed_recving": frozenset("f"),
     "recving_errors": {"f": "gone"},
 }
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 ANSWERED_BY_MULTI = {"get_finished", "has_connector_metadata", "get_handshake_metadata"}
 
 
@@ -109,6 +110,91 @@ def test_a_child_that_raises_while_it_is_waited_for_fails_its_own_load_and_leave
     assert report.invalid_block_ids == {0, 1}
     assert report.pending_block_ids == frozenset(), "no transfer is left open"
     assert "the connector raised OSError: no wait_for_layer_load" in report.load_errors["r0"]
+
+
+def give_loads(pair, is_async=False):
+    """Each child has a load, of two blocks, in the next step; returns their promises."""
+    for index, asked in enumerate(pair.asked):
+        asked.offer = (8, is_async)
+        pair.load(f"r{index}", blocks=(2 * index, 2 * index + 1))
+        asked.offer = (0, False)
+    return [promise("r0", 0, 1), promise("r1", 2, 3)]
+
+
+@pytest.mark.parametrize("where", ["start_load_kv", "wait_for_layer_load"])
+@pytest.mark.parametrize("other", ["WithTimelines", "Child"])
+def test_a_child_that_raises_while_it_loads_is_told_to_stop_before_its_blocks_are_given_back(where, other):
+    pair = Pair("RaisesOnce", other)
+    promises = give_loads(pair)
+    raise_in(where)
+    report = pair.step(promises)
+    assert RaisesOnce.raising is None
+    assert report.invalid_block_ids == {0, 1}
+    assert report.pending_block_ids == frozenset()
+    assert report.fault is None
+    assert pair.working[0].named("abort_loads") == [("abort_loads", 1)]
+    assert pair.working[1].named("abort_loads") == []
+
+
+@pytest.mark.parametrize("where", ["start_load_kv", "wait_for_layer_load"])
+@pytest.mark.parametrize("other", ["WithTimelines", "Child"])
+def test_the_blocks_of_a_child_that_cannot_stop_wait_until_it_names_the_load(where, other):
+    pair = Pair("CannotStop", other)
+    promises = give_loads(pair)
+    raise_in(where)
+    report = pair.step(promises)
+    assert report.pending_block_ids >= {0, 1}
+    assert report.pending_block_ids == {0, 1} or other == "Child", "with a ledger it is known which blocks these are"
+    pair.working[0].reports = recv("r0")
+    assert pair.step().finished_recving == {"r0"}
+
+
+@pytest.mark.parametrize(("role", "where"), [(SCHEDULER, "build_connector_meta"), (WORKER, "bind_connector_metadata")])
+@pytest.mark.parametrize("other", ["WithTimelines", "Child", "SavesLayers"])
+def test_what_a_child_without_a_load_raises_with_its_metadata_costs_no_other_its_part_in_the_step(role, where, other):
+    pair = Pair("RaisesOnce", other)
+    pair.asked[1].offer = (8, False)
+    pair.load("r", blocks=(0, 1))
+    raise_in(where, role)
+    pair.working[0].reports, pair.working[0].calls = sent("gone"), []
+    report = pair.step([promise("r", 0, 1)])
+    assert RaisesOnce.raising is None
+    assert report.invalid_block_ids == frozenset()
+    assert report.fault is None
+    assert pair.working[1].named("start_load_kv") == [("start_load_kv", ["r"])]
+    assert len(pair.working[1].named("wait_for_save")) == 1
+    assert pair.working[0].calls == [], "it knows nothing of the step"
+    assert pair.working[0].reports == KVConnectorTransferResults(), "and reports what it has"
+    assert not pair.working[0].has_connector_metadata()
+    pair.step()
+    assert [len(pair.working[0].named(name)) for name in ("start_load_kv", "wait_for_save")] == [1, 1]
+
+
+@pytest.mark.parametrize(("role", "where"), [(SCHEDULER, "build_connector_meta"), (WORKER, "bind_connector_metadata"), (WORKER, "start_load_kv")])
+@pytest.mark.parametrize("is_async", [False, True], ids=["of the step", "outside the steps"])
+def test_orders_that_a_child_has_not_taken_are_in_doubt_until_it_has_begun_its_loads(role, where, is_async):
+    pair = Pair("RaisesOnce", "Child")
+    promises = [] if is_async else give_loads(pair)
+    if is_async:
+        give_loads(pair, is_async=True)
+    raise_in(where, role)
+    report = pair.step(promises)
+    if where == "start_load_kv" and not is_async:
+        assert report.fault is None, "it was told to stop"
+        return
+    assert f"RaisesOnce.{where} raised OSError: no {where}" in report.fault
+    assert report.invalid_block_ids == {block for promised in promises for block in promised.block_ids}
+    raise_in(where, role)
+    assert f"RaisesOnce.{where} raised OSError: no {where}" in pair.step().fault, "it may still take them"
+    assert pair.step().fault is None
+
+
+def test_a_child_that_cannot_say_whether_it_has_work_leaves_the_others_theirs():
+    pair = Pair("RaisesOnce", "Child")
+    pair.asked[1].has_pending_push_work = lambda: True
+    raise_in("has_pending_push_work", KVConnectorRole.SCHEDULER)
+    assert pair.scheduler.has_pending_push_work()
+    assert RaisesOnce.raising is None
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])

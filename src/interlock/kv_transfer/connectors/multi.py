@@ -13,7 +13,7 @@ from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.graphs.timeline import Timelines
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector, KVConnectorRole, KVConnectorTransferResults, may_wait
 from interlock.kv_transfer.connectors.multi_calls import call_all
-from interlock.kv_transfer.connectors.multi_messages import MultiMetadata, MultiWorkerMeta
+from interlock.kv_transfer.connectors.multi_messages import LostMetadata, MultiMetadata, MultiWorkerMeta
 from interlock.kv_transfer.connectors.multi_scheduler import MultiSchedulerHalf
 from interlock.kv_transfer.connectors.multi_worker import MultiWorkerHalf
 from interlock.kv_transfer.registry import (
@@ -139,8 +139,8 @@ class MultiConnector(KVConnector):
 
     def handle_preemptions(self, connector_metadata: MultiMetadata) -> None:
         """See `KVConnector.handle_preemptions`."""
-        metas = dict(zip(self.children, connector_metadata.children, strict=True))
-        call_all(self.children, lambda child: child.handle_preemptions(metas[child]))
+        metas = {child: meta for child, meta in zip(self.children, connector_metadata.children, strict=True) if not isinstance(meta, LostMetadata)}
+        call_all(metas, lambda child: child.handle_preemptions(metas[child]))
 
     def bind_connector_metadata(self, connector_metadata: MultiMetadata) -> None:
         """See `MultiWorkerHalf.bind`."""
@@ -162,7 +162,12 @@ class MultiConnector(KVConnector):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Buffer, attn_metadata: Any, **kwargs: Any) -> None:
         """All children save."""
-        self.worker_half.for_each(lambda child: child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs))
+
+        def save(child: KVConnector) -> None:
+            with may_wait(child):
+                child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+        self.worker_half.for_each(save)
 
     def wait_for_save(self) -> None:
         """All children save."""
@@ -170,7 +175,12 @@ class MultiConnector(KVConnector):
 
     def abort_loads(self, step: int) -> None:
         """See `KVConnector.abort_loads`."""
-        self.worker_half.for_each(lambda child: child.abort_loads(step))
+
+        def abort(child: KVConnector) -> None:
+            with may_wait(child):
+                child.abort_loads(step)
+
+        self.worker_half.for_each(abort)
 
     def finish_forward(self) -> None:
         """See `KVConnector.finish_forward`."""

@@ -32,3 +32,8 @@ def ask(child: KVConnector, question: Callable[[], Answer], otherwise: Answer) -
     except Exception:
         logger.exception("%s, a child of MultiConnector, raised where it was to answer; it counts as having nothing to say", type(child).__name__)
         return otherwise
+
+
+def describe(child: KVConnector, method: str, error: Exception) -> str:
+    """What `child` has raised, for errors and the log."""
+    return f"{type(child).__name__}.{method} raised {type(error).__name__}: {error}"

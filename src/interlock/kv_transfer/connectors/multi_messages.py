@@ -18,9 +18,16 @@ class OwnedLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class LostMetadata:
+    """In place of a child's metadata: why it has none for the step."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class MultiMetadata:
-    """Scheduler half → worker half, with every step. children: their own metadata; loads: that begin; keepers: per finished request
-    whose blocks are kept, the children that keep them."""
+    """Scheduler half → worker half, with every step. children: their own metadata, or `LostMetadata`; loads: that begin; keepers: per
+    finished request whose blocks are kept, the children that keep them."""
 
     children: tuple[Any, ...]
     loads: tuple[OwnedLoad, ...] = ()

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from interlock.core.errors import RequestError
 from interlock.core.step import KVConnectorOutput, SchedulerOutput
 from interlock.kv_transfer.connector import ConnectorRequest, KVConnector
-from interlock.kv_transfer.connectors.multi_calls import ask, call_all
-from interlock.kv_transfer.connectors.multi_messages import ChildReport, MultiMetadata, MultiWorkerMeta, OwnedLoad
+from interlock.kv_transfer.connectors.multi_calls import ask, call_all, describe
+from interlock.kv_transfer.connectors.multi_messages import ChildReport, LostMetadata, MultiMetadata, MultiWorkerMeta, OwnedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class MultiSchedulerHalf:
         return owner is not None and self._children[owner].recomputes_load(req_id)
 
     def build_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
-        """Each child sees the promises that are its own."""
-        children = tuple(child.build_connector_meta(self.share(scheduler_output, index)) for index, child in enumerate(self._children))
+        """Each child sees the promises that are its own. What one raises loses no other's orders: nobody would give them a second time."""
+        children = tuple(self._child_meta(index, scheduler_output) for index in range(len(self._children)))
         loads, self._loads = self._loads, []
         keepers, self._keepers = self._keepers, []
         promised = {promise.req_id for promise in scheduler_output.load_promises}
@@ -134,6 +134,15 @@ class MultiSchedulerHalf:
         reports = dict(zip(self._children, meta.children, strict=True))
         call_all(self._children, lambda child: child.update_connector_output(_seen_by(reports[child], output)))
 
+    def _child_meta(self, index: int, scheduler_output: SchedulerOutput) -> Any:
+        child = self._children[index]
+        try:
+            return child.build_connector_meta(self.share(scheduler_output, index))
+        except Exception as error:
+            cause = describe(child, "build_connector_meta", error)
+            logger.exception("%s (child %d); its loads and saves of step %d count as failed", cause, index, scheduler_output.step)
+            return LostMetadata(cause)
+
     def _match(self, index: int, request: ConnectorRequest, num_computed_tokens: int) -> _Match:
         child = self._children[index]
         return ask(child, partial(_matched, child, request, num_computed_tokens), _Match(0, False))
@@ -141,7 +150,7 @@ class MultiSchedulerHalf:
     @property
     def has_news(self) -> bool:
         """Whether steps are needed even if no request runs."""
-        return bool(self._loads or self._keepers) or any(child.has_pending_push_work() for child in self._children)
+        return bool(self._loads or self._keepers) or any(ask(child, child.has_pending_push_work, False) for child in self._children)
 
 
 def _matched(child: KVConnector, request: ConnectorRequest, num_computed_tokens: int) -> _Match:

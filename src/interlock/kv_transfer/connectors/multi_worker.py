@@ -1,6 +1,7 @@
 """The worker half of the multi connector: drives the children through a step, and lets each report only on what is its own."""
 
 import dataclasses
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from interlock.core import interrupts
+from interlock.core.errors import KVTransferError
 from interlock.core.forward_context import CUDAGraphMode, ForwardContext
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.connector import KVConnector, KVConnectorTransferResults, may_wait
-from interlock.kv_transfer.connectors.multi_calls import ask, call_all
-from interlock.kv_transfer.connectors.multi_messages import ChildReport, MultiMetadata, MultiWorkerMeta, OwnedLoad
+from interlock.kv_transfer.connectors.multi_calls import ask, call_all, describe
+from interlock.kv_transfer.connectors.multi_messages import ChildReport, LostMetadata, MultiMetadata, MultiWorkerMeta, OwnedLoad
 from interlock.kv_transfer.ledger import Ledger
 from interlock.kv_transfer.transports.repeats import FirstWarnings
 
@@ -34,9 +36,12 @@ class MultiWorkerHalf:
         self._uses_ledger = uses_ledger
         self._loads: OrderedDict[str, OwnedLoad] = OrderedDict()
         self._written: dict[str, OwnedLoad] = {}
+        self._ordered: tuple[OwnedLoad, ...] = ()
         self._finished: set[str] = set()
+        self._lost: dict[int, str] = {}
+        self._owing: set[int] = set()
         self._claimed: set[int] = set()
-        self._fails: dict[int, Callable[[str], None]] = {}
+        self._stops: dict[int, Callable[[str], None]] = {}
         self._keepers: dict[str, set[int]] = {}
         self._results: list[KVConnectorTransferResults] = [KVConnectorTransferResults()] * len(children)
         self._stats: list[Mapping[str, float]] = [{}] * len(children)
@@ -46,7 +51,8 @@ class MultiWorkerHalf:
     # ---- a step
 
     def bind(self, metadata: MultiMetadata) -> None:
-        """Each child gets its own metadata; note whose loads begin and who keeps what."""
+        """Each child gets its own metadata; note whose loads begin and who keeps what. A child that has none, or raises, has no part in the step
+        but to report."""
         for load in metadata.loads:
             self._loads[load.req_id] = self._written[load.req_id] = load
             self._loads.move_to_end(load.req_id)
@@ -54,31 +60,53 @@ class MultiWorkerHalf:
             self._loads.popitem(last=False)
         for req_id, keepers in metadata.keepers:
             self._keepers[req_id] = set(keepers)
-        metas = dict(zip(self._children, metadata.children, strict=True))
-        self.for_each(lambda child: child.bind_connector_metadata(metas[child]))
+        for index, (child, meta) in enumerate(zip(self._children, metadata.children, strict=True)):
+            if isinstance(meta, LostMetadata):
+                self._lost[index] = meta.cause
+                continue
+            try:
+                child.bind_connector_metadata(meta)
+            except Exception as error:
+                self._lost[index] = describe(child, "bind_connector_metadata", error)
+                logger.exception("%s (child %d); its loads and saves of this step count as failed", self._lost[index], index)
+        self._ordered = metadata.loads
+        self._owing |= {load.child for load in metadata.loads if load.child in self._lost}
 
     def start_loads(self, forward_context: ForwardContext, arguments: Mapping[str, Any]) -> None:
-        """Start each child's loads: first of those that return at once. What a child raises costs its own loads only."""
+        """Start each child's loads: first of those that return at once. What a child raises costs its own loads only, if these end with the
+        step. Raises KVTransferError in the end for orders that a child has not taken and may take yet: all loads of the step are then void."""
         output, ledger, step = arguments["scheduler_output"], arguments["ledger"], forward_context.step
         order = sorted(range(len(self._children)), key=lambda index: not self._children[index].supports_timelines)
+        causes = []
         for index in order:
-            child = self._children[index]
             mine = tuple(promise for promise in output.load_promises if self._owner(promise.req_id) == index)
-            self._fails[index] = partial(_fail, ledger, step, mine)
+            if index in self._lost:
+                _fail(ledger, step, mine, self._lost[index])
+                causes += [self._lost[index]] if index in self._owing else []
+                continue
+            claims = self._claims(index, step, mine, ledger)
+            self._stops[index] = partial(self._stop, index, step, mine, claims, ledger)
             try:
-                with may_wait(child):
-                    child.start_load_kv(forward_context, **{**arguments, "scheduler_output": dataclasses.replace(output, load_promises=mine)})
-                if mine and self._uses_ledger and not child.supports_timelines:
-                    self._await_claim(index, forward_context, mine, ledger)
+                with may_wait(self._children[index]):
+                    share = dataclasses.replace(output, load_promises=mine)
+                    self._children[index].start_load_kv(forward_context, **{**arguments, "scheduler_output": share})
+                self._owing.discard(index)
+                self._await_claims(index, forward_context, claims, ledger)
             except Exception as error:
                 if interrupts.caused(error):
                     raise
                 self._has_failed(index, error)
+                if any(load.child == index and not load.synchronous for load in self._ordered):
+                    self._owing.add(index)
+                if index in self._owing:
+                    causes.append(describe(self._children[index], "start_load_kv", error))
+        if causes:
+            raise KVTransferError("; ".join(causes))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Ask every child that has not said so already. What a child raises costs its own loads only."""
         for index, child in enumerate(self._children):
-            if index not in self._claimed:
+            if index not in self._claimed and index not in self._lost:
                 try:
                     with may_wait(child):
                         child.wait_for_layer_load(layer_name)
@@ -143,39 +171,59 @@ class MultiWorkerHalf:
     def clear(self) -> None:
         """The step is over."""
         self._claimed = set()
-        self._fails = {}
+        self._stops = {}
+        self._lost = {}
         self.for_each(lambda child: child.clear_connector_metadata())
 
     def for_each(self, call: Callable[[KVConnector], None]) -> None:
-        """Call all children. See `call_all`."""
-        call_all(self._children, call)
+        """Call all children that have part in the step. See `call_all`."""
+        call_all((child for index, child in enumerate(self._children) if index not in self._lost), call)
 
     # ---- below
 
-    def _await_claim(self, index: int, forward_context: ForwardContext, mine: Iterable[LoadPromise], ledger: Ledger) -> None:
+    def _claims(self, index: int, step: int, mine: Iterable[LoadPromise], ledger: Ledger) -> list[list[int]]:
+        """Enter what a child is about to load that does not report to the ledger itself: per layer, the transfers."""
+        if not self._uses_ledger or self._children[index].supports_timelines:
+            return []
+        layers = range(len(self._layer_names))
+        return [[ledger.begin_transfer(step, promise.req_id, layer, promise.start, promise.stop) for promise in mine] for layer in layers]
+
+    def _await_claims(self, index: int, forward_context: ForwardContext, claims: list[list[int]], ledger: Ledger) -> None:
         """The child's return is its claim: under FULL from start_load_kv, otherwise from wait_for_layer_load of each layer."""
-        child, step = self._children[index], forward_context.step
-        if forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+        child, asks = self._children[index], forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL
+        if not any(claims):
+            return
+        if asks:
             self._claimed.add(index)
-        for layer, layer_name in enumerate(self._layer_names):
-            transfers = [ledger.begin_transfer(step, promise.req_id, layer, promise.start, promise.stop) for promise in mine]
-            try:
-                if forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-                    with may_wait(child):
-                        child.wait_for_layer_load(layer_name)
-            except Exception as error:
-                for transfer in transfers:
-                    ledger.end_transfer(transfer, _cause(error))
-                raise
-            for transfer in transfers:
-                ledger.end_transfer(transfer)
+        for layer_name, transfers in zip(self._layer_names, claims, strict=True):
+            if asks:
+                with may_wait(child):
+                    child.wait_for_layer_load(layer_name)
+            while transfers:
+                ledger.end_transfer(transfers.pop())
 
     def _has_failed(self, index: int, error: Exception) -> None:
         """The child has raised while it loaded: whatever of its loads of this step has not landed has failed, and it is asked no more."""
         logger.error("%s (child %d) raised while it loaded; its loads of this step count as failed", self._name(index), index, exc_info=error)
         self._claimed.add(index)
-        if index in self._fails:
-            self._fails[index](_cause(error))
+        if index in self._stops:
+            self._stops[index](_cause(error))
+
+    def _stop(self, index: int, step: int, mine: tuple[LoadPromise, ...], claims: list[list[int]], ledger: Ledger, cause: str) -> None:
+        """End the child's loads of the step, which have failed: they must not write blocks that are about to be given back. If the child
+        cannot stop them, their transfers stay open, so that these blocks wait; without a ledger to say so, what it raises is raised."""
+        try:
+            if mine:
+                with may_wait(self._children[index]):
+                    self._children[index].abort_loads(step)
+        except Exception as error:
+            if interrupts.caused(error) or not self._uses_ledger:
+                raise
+            logger.exception("%s (child %d); the blocks of its loads of step %d stay quarantined", self._name(index), index, step)
+        else:
+            for transfer in itertools.chain(*claims):
+                ledger.end_transfer(transfer, cause)
+        _fail(ledger, step, mine, cause)
 
     def _name(self, index: int) -> str:
         return type(self._children[index]).__name__
