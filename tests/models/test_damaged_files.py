@@ -239,7 +239,7 @@ def test_a_huge_value_is_shortened_in_the_message(tmp_path: Path) -> None:
 
 
 TEMPLATES = ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"]
-SMALL_FILES = [*TEMPLATES, "config.json", "generation_config.json", "tokenizer.json"]
+SMALL_FILES = [*TEMPLATES, "config.json", "generation_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"]
 
 
 @pytest.mark.parametrize("name", SMALL_FILES)

@@ -222,6 +222,8 @@ def test_a_directory_with_other_weights_says_what_it_found(tmp_path: Path) -> No
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 3}}, ["unknown parameters ['alpha']"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, ["factor of rope type 'linear'", "'two'"]),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, ["short_factor", "8 positive numbers"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4}}, ["high_freq_factor", "above 4.0"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 1}}, ["high_freq_factor", "above 4"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory: tokenizer.json, with tokenizer_config.json and chat_template.jinja beside it."""
+"""The tokenizer of a Hugging Face directory: tokenizer.json, with its special tokens and chat templates from the files beside it."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,9 @@ import tokenizers
 
 from interlock.core.errors import CheckpointError
 from interlock.models.chat_template import check_template
+from interlock.models.hf_special_tokens import add_stated_tokens
 from interlock.models.json_file import is_there, read_json, read_text
 from interlock.models.tokenizer import Tokenizer
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def load_hf_tokenizer(directory: Path, eos_token_ids: Sequence[int]) -> Tokenizer | None:
@@ -28,7 +27,7 @@ def load_hf_tokenizer(directory: Path, eos_token_ids: Sequence[int]) -> Tokenize
     backend = _read_backend(path)
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if is_there(config_path) else {}
-    special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config_path, name, config.get(name))) is not None}
+    special = add_stated_tokens(backend, directory, config)
     own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     eos = dict.fromkeys([*([own_eos] if own_eos is not None else []), *eos_token_ids])
     return Tokenizer(backend, special_tokens=special, chat_templates=_chat_templates(directory, config), eos_token_ids=tuple(eos))
@@ -48,25 +47,11 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _token_text(path: Path, name: str, value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    if value is None:
-        return None
-    if not isinstance(text, str) or not _is_unicode(text):
-        raise CheckpointError(f"{path}: {name} is {value!r:.200}, expected text, an object with the text as its 'content', or null")
-    return text
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell halves of surrogate pairs, which no UTF-8 text has."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name, from the first place that has any, in the order in which transformers looks."""
-    file = directory / "chat_template.jinja"
-    if is_there(file):
-        return {"default": check_template(f"{file}: the text", read_text(file))}
+    files = [directory / "chat_template.jinja", *sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    if found := [file for file in files if is_there(file)]:
+        return {"default" if file == files[0] else file.stem: check_template(f"{file}: the text", read_text(file)) for file in found}
     file = directory / "chat_template.json"
     in_own_file = is_there(file)
     where = f"{file if in_own_file else directory / 'tokenizer_config.json'}: chat_template"

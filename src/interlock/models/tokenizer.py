@@ -81,7 +81,8 @@ class Tokenizer:
         name = "tool_use" if variables.get("tools") and "tool_use" in self._chat_templates else "default"
         if name not in self._chat_templates:
             raise RequestError("the model has no chat template; send a plain prompt, or token ids, instead of messages")
-        context = {**self._special_tokens, **variables, "messages": check_messages(messages), "add_generation_prompt": add_generation_prompt}
+        context = {"tools": None, "documents": None, **self._special_tokens, **variables}  # templates ask whether they are none
+        context |= {"messages": check_messages(messages), "add_generation_prompt": add_generation_prompt}
         return render_chat(self._chat_templates[name], context)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:

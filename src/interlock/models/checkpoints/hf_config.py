@@ -95,8 +95,8 @@ def rope_parameters(path: Path, kind: str, values: Mapping[str, Any], rotary_dim
         if not valid:
             raise refuse(path, f"{name} of rope type {kind!r}", value, expected)
         parameters[name] = tuple(map(float, value)) if isinstance(value, list) else value
-    if kind == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
-        raise refuse(path, "high_freq_factor of rope type 'llama3'", parameters["high_freq_factor"], "a number other than low_freq_factor")
+    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
+        raise refuse(path, "high_freq_factor of rope type 'llama3'", values["high_freq_factor"], f"a number above {values['low_freq_factor']}")
     return parameters
 
 
