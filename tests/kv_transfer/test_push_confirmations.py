@@ -119,7 +119,7 @@ class TestAnotherLife:
         receiver._pools.is_alive = lambda peer: met.wait() and is_alive(peer)
         park(consumer, decode_params(producer))
         consumer.step()
-        wait_for(lambda: producer.worker._worker_half.sender._early)
+        wait_for(lambda: producer.worker._worker_half.sender._early and not receiver._lanes._num_tasks)  # the announcement is answered
         (incoming,) = receiver._incoming.values()
         first = incoming.pool
         first.connection.close()

@@ -5,6 +5,7 @@ import logging
 import pytest
 from kv_support import kv_cache_config
 from peer_support import MINE, load, two_hand_offs
+from push_support import wait_for
 
 from interlock.kv_transfer.clock import MonotonicClock
 from interlock.kv_transfer.handshake import Refused, describe_pool, encode
@@ -38,8 +39,7 @@ def test_the_refused_side_warns_once_whatever_the_number_of_its_requests(engines
         params = producer.prefill(f"p{number}", MINE[:8], [1, 2])
         assert load(consumer, params, MINE[:8], [1, 2], f"d{number}") is not None
         consumer.step()
-    consumer.worker.shutdown()  # returns when every notice was tried
-    assert consumer.worker._worker_half.pools.failed_notices >= 4
+    wait_for(lambda: consumer.worker._worker_half.pools.failed_notices >= 4)
     assert len(warnings(caplog, "could not be told")) == 1
     assert len(warnings(caplog, "a peer was refused")) == 1
 

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rank_processes import OTHER_PROMPT, PROMPT, different_options, lost_rank, run_ranks, starved_ranks
@@ -11,6 +12,7 @@ from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
 from interlock.core.errors import CheckpointError, ConfigError, DataParallelError, RequestError
 from interlock.engine.data_parallel import DataParallelLLM
+from interlock.runner.data_parallel import GlooGroup
 
 OPTIONS = {"threads": 1, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
@@ -60,6 +62,36 @@ def test_a_rank_that_dies_is_noticed_by_the_other_at_once(model, port):
     assert isinstance(error, DataParallelError)
     assert "rank 0 lost another rank" in str(error)
     assert nothing is None
+
+
+class LateWork:
+    """A collective that is done, or has failed, in the moment in which a slice of the wait for it ends."""
+
+    def __init__(self, work, failure):
+        self._work, self._failure = work, failure
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+    def wait(self, *timeout):
+        self._work.wait()
+        if timeout:
+            raise RuntimeError("Operation timed out!")
+        if self._failure:
+            raise RuntimeError(self._failure)
+
+
+@pytest.mark.parametrize("failure", [None, "Connection closed by peer"])
+def test_a_collective_is_what_it_ended_with_and_not_the_slice_in_which_it_was_waited_for(port, failure):
+    group = GlooGroup(0, 1, "127.0.0.1", port)
+    inner = group._group
+    group._group = SimpleNamespace(allgather=lambda *tensors: LateWork(inner.allgather(*tensors), failure))
+    if failure is None:
+        assert group.all_gather([3, 4]) == [[3, 4]]
+    else:
+        with pytest.raises(DataParallelError, match=r"lost another rank: Connection closed by peer; restart all ranks"):
+            group.all_gather([3, 4])
+    group.close()
 
 
 def test_ranks_with_different_options_refuse_each_other(model, port):

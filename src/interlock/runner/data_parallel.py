@@ -8,6 +8,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -184,12 +185,11 @@ def join_lockstep(config: EngineConfig) -> Lockstep | None:
 def _wait(work: Any) -> None:
     while True:
         interrupts.deliver()
-        try:
+        with suppress(RuntimeError):  # the slice may end, and the work be done before anybody looks
             work.wait(_SLICE)
+        if work.is_completed():
+            work.wait()
             return
-        except RuntimeError:
-            if work.is_completed():
-                raise
 
 
 def _make_store(dist: Any, rank: int, size: int, address: str, port: int) -> Any:
