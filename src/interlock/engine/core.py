@@ -55,7 +55,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Requests in, deltas out. One thread drives it. `progress(what, done, total)` is called during the start.
+    """Requests in, deltas out. One thread drives it at a time. `progress(what, done, total)` is called during the start.
 
     A step that fails in a kernel ends its requests with 'error', and the engine goes on. A rank that runs in lockstep with others has a
     `lockstep`; it then also steps, without tokens if need be, while another rank has requests.

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from interlock.engine.inputs import Messages, Prompt, TokenizedPrompt, list_chat
 from interlock.engine.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput
 from interlock.engine.pacing import pause_seconds
 from interlock.engine.samples import PromptSamples
+from interlock.engine.turns import Turns
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "StreamDelta"]
 
@@ -38,6 +40,7 @@ class StreamDelta:
 class LLM:
     """An engine in this process. Options are those of `EngineConfig`; `cudagraph_mode` may be a name, `kv_transfer_config` an object or
     its JSON text. `progress(what, done, total)` is called during the start. Use it as a context manager, or call `close`.
+    Several threads may use it at once: what they ask for runs together.
 
     With `data_parallel_size` > 1 it is one rank of several (see `engine.data_parallel`). In lockstep each call of `generate`, `stream` or
     `chat` is made on every rank, with an own, maybe empty, list of prompts, and ends when no rank has requests.
@@ -54,6 +57,8 @@ class LLM:
         self._closed = False
         self._live: set[str] = set()
         self._kept: list[RequestDelta] = []
+        self._turns = Turns()
+        self._dropped: deque[list[PromptSamples]] = deque()  # of streams that were collected as garbage in the midst of a turn
         with ExitStack() as unwanted:
             with interrupts.deferred():
                 self.core = _make_core(self.config, runner, progress)
@@ -124,19 +129,22 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.core.reset_prefix_cache()
+        with interrupts.deferred(), self._turns:
+            self.core.reset_prefix_cache()
 
     def audit(self) -> PoolAudit:
         """Count every KV block and check every rule of the pool."""
-        return self.core.audit()
+        with interrupts.deferred(), self._turns:
+            return self.core.audit()
 
     def metrics(self) -> dict[str, int]:
         """Counters and gauges by name."""
-        return self.core.metrics()
+        with interrupts.deferred(), self._turns:
+            return self.core.metrics()
 
     def close(self) -> None:
         """Stop the engine and give its memory back. May be called twice."""
-        with interrupts.deferred():
+        with interrupts.deferred(), self._turns:
             if not self._closed:
                 self._closed = True
                 self.core.shutdown()
@@ -167,6 +175,11 @@ class LLM:
         params = list_params(listed, sampling_params)
         tokenized = [self._tokenize(number, prompt, len(listed)) for number, prompt in enumerate(listed)]
         interrupts.deliver()
+        with self._turns:
+            self._check_open()
+            return self._put_in(tokenized, params)
+
+    def _put_in(self, tokenized: Sequence[TokenizedPrompt], params: Sequence[SamplingParams]) -> list[PromptSamples]:
         samples = []
         for prompt, wanted in zip(tokenized, params, strict=True):
             samples.append(PromptSamples(self.core, str(self._num_prompts), prompt, wanted))
@@ -178,7 +191,7 @@ class LLM:
                 started.append(prompt_samples)
                 self._live.update(request.request_id for request in prompt_samples.requests)
         except BaseException:
-            self._abort(started)
+            self._end(started)
             raise
         return started
 
@@ -197,12 +210,13 @@ class LLM:
         try:
             yield None
             while not all(samples.finished for samples in started):
-                with interrupts.deferred():
+                with interrupts.deferred(), self._turns:
                     deltas = [self._take(started, owners[delta.request_id], delta) for delta in self._next_deltas(owners)]
                     interrupts.deliver()  # `generate` defers it further
                 yield from deltas
-            if self.core.has_work and not self._closed:
-                self._step()  # tells the connector, and through it the peers, what has ended
+            with interrupts.deferred(), self._turns:
+                if self.core.has_work and not self._closed:
+                    self._step()  # tells the connector, and through it the peers, what has ended
         finally:
             try:
                 self._abort(started)
@@ -219,8 +233,9 @@ class LLM:
 
     def _keep_pace(self) -> None:
         """Step while other ranks count on it."""
-        while self.core.lockstep is not None and self.core.lockstep.must_step and not self._closed:
-            self._step()
+        while self.core.lockstep is not None and not self._turns.inside and self.core.lockstep.must_step and not self._closed:
+            with interrupts.deferred(), self._turns:
+                self._step()
 
     def _next_deltas(self, owners: Collection[str]) -> list[RequestDelta]:
         """What comes next for `owners`. A step serves all iterators; what it gives to others is kept for them."""
@@ -233,19 +248,30 @@ class LLM:
 
     def _step(self) -> None:
         with interrupts.deferred():  # what is for others than the caller stays
-            self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
+            try:
+                self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
+            finally:
+                while self._dropped:
+                    self._end(self._dropped.popleft())
         others_busy = self.core.lockstep is not None and self.core.lockstep.others_busy
         pause = pause_seconds(self.core) if self.core.has_unfinished_requests and not self._kept and not others_busy else 0.0
         if pause:
             time.sleep(pause)
 
     def _abort(self, started: list[PromptSamples]) -> None:
-        """End what is left of these prompts, and forget them. May be called twice."""
-        with interrupts.deferred():
-            for samples in started:
-                samples.abort()
-                self._live.difference_update(request.request_id for request in samples.requests)
-            self._kept = [delta for delta in self._kept if delta.request_id in self._live]
+        """End what is left of these prompts, and forget them: now, or where this comes in the midst of a step, when it has ended. May be called
+        twice."""
+        if self._turns.inside:
+            self._dropped.append(started)
+            return
+        with interrupts.deferred(), self._turns:
+            self._end(started)
+
+    def _end(self, started: list[PromptSamples]) -> None:
+        for samples in started:
+            samples.abort()
+            self._live.difference_update(request.request_id for request in samples.requests)
+        self._kept = [delta for delta in self._kept if delta.request_id in self._live]
 
 
 def _make_core(config: EngineConfig, runner: Runner | None, progress: Progress | None) -> EngineCore:
