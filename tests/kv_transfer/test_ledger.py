@@ -171,6 +171,68 @@ def test_a_promise_that_is_given_up_ends_at_once():
     assert verdict.landed_positions == 4 * LAYERS
 
 
+def test_at_its_deadline_and_not_before_a_step_gives_up_on_what_is_outstanding():
+    clock = VirtualClock()
+    ledger = Ledger(LAYERS, BLOCK, clock)
+    for step in (1, 2):
+        ledger.open_step(step, [LoadPromise("a", 0, 4, (step,))], timeout=3.0)
+        ledger.end_transfer(ledger.begin_transfer(step, "a", 0, 0, 4))
+    ledger.end_transfer(ledger.begin_transfer(2, "a", 1, 0, 4))
+    clock.advance(2.9)
+    assert not ledger.expire_if_due(1)
+    clock.advance(0.1)
+    assert ledger.expire_if_due(1)
+    assert ledger.expire_if_due(1)
+    assert not ledger.expire_if_due(2)
+    assert ledger.close_step(1).invalid_block_ids == {1}
+    assert not ledger.close_step(2).invalid_block_ids
+
+
+def test_what_a_step_may_still_write_is_what_its_own_reads_may():
+    ledger = Ledger(1, BLOCK, VirtualClock())
+    transfers = {}
+    for step in (1, 2):
+        ledger.open_step(step, [LoadPromise("a", 0, 4, (step,))], timeout=1.0)
+        transfers[step] = ledger.begin_transfer(step, "a", 0, 0, 4)
+    assert [ledger.unfinished_block_ids(step) for step in (1, 2)] == [{1}, {2}]
+    ledger.end_transfer(transfers[1])
+    assert [ledger.unfinished_block_ids(step) for step in (1, 2)] == [set(), {2}]
+
+
+def test_a_layer_that_nobody_waited_for_counts_as_not_landed_although_it_was_reported():
+    ledger = Ledger(LAYERS, BLOCK, VirtualClock())
+    ledger.open_step(1, [LoadPromise("a", 0, 8, (0, 1))], timeout=1.0)
+    for layer in range(LAYERS):
+        ledger.end_transfer(ledger.begin_transfer(1, "a", layer, 0, 8))
+    ledger.fail_layer(1, 1, "it ran without waiting")
+    verdict = ledger.close_step(1)
+    assert verdict.load_errors == {"a": "layer 1, position 0: it ran without waiting"}
+    assert verdict.invalid_block_ids == {0, 1}
+    assert verdict.landed_positions == 8
+
+
+def test_of_several_blocks_that_are_named_the_first_counts():
+    ledger = Ledger(LAYERS, BLOCK, VirtualClock())
+    ledger.open_step(1, [LoadPromise("a", 2, 14, (0, 1, 2, 3))], timeout=1.0)
+    for layer in range(LAYERS):
+        ledger.end_transfer(ledger.begin_transfer(1, "a", layer, 2, 14))
+    ledger.retract_blocks(1, {1, 3}, "it could not be loaded")
+    verdict = ledger.close_step(1)
+    assert verdict.load_errors == {"a": "layer 0, position 4: it could not be loaded"}
+    assert verdict.invalid_block_ids == {1, 2, 3}
+    assert verdict.landed_positions == 2 * LAYERS
+
+
+def test_the_first_cause_is_the_one_that_is_told():
+    ledger = Ledger(1, BLOCK, VirtualClock())
+    ledger.open_step(1, [LoadPromise("a", 0, 8, (0, 1))], timeout=1.0)
+    for start, cause in ((0, "the connection was lost"), (4, "it was stopped")):
+        ledger.end_transfer(ledger.begin_transfer(1, "a", 0, start, start + 4), cause)
+    ledger.fail_promise(1, "a", "the peer refused")
+    ledger.retract_blocks(1, {0}, "it could not be loaded")
+    assert ledger.close_step(1).load_errors == {"a": "layer 0, position 0: the connection was lost"}
+
+
 def test_a_zero_length_promise_needs_nothing():
     ledger = Ledger(1, BLOCK, VirtualClock())
     ledger.open_step(1, [LoadPromise("a", 4, 4, ())], timeout=1.0)

@@ -413,6 +413,23 @@ class TestAbort:
         assert report.pending_block_ids == {2, 3}
         assert report.fault == "the step failed before its loads were started"
 
+    @pytest.mark.parametrize("connector_class", [RecordingConnector, TimelineConnector])
+    @pytest.mark.parametrize("method", ["handle_preemptions", "bind_connector_metadata"])
+    def test_nothing_writes_if_it_was_interrupted_before_its_loads_were_started(self, method, connector_class, monkeypatch):
+        driver, connector, _ = make_driver(connector_class)
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(connector, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run_step(driver, 1, CUDAGraphMode.NONE, [PROMISE])
+        report = driver.take_abort_report()
+        assert not report.pending_block_ids
+        assert report.fault == "the step failed before its loads were started"
+        assert not run_step(driver, 2, CUDAGraphMode.NONE).invalid_block_ids
+
     def test_loads_that_the_step_does_not_consume_begin_although_it_fails(self):
         driver, connector, _ = make_driver(RecordingConnector)
         assert self.fail(driver, CUDAGraphMode.FULL, promises=()).fault is None

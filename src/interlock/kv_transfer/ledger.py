@@ -84,7 +84,7 @@ class Ledger:
         """`expire` the step if its deadline has passed and something is outstanding. Whether it has given up, now or before."""
         with self._condition:
             record = self._step(step)
-            if any(record.open_pieces) and self.clock.now() >= record.deadline:
+            if self.clock.now() >= record.deadline:
                 self._expire(record, record.timeout_cause)
             return record.expired
 

@@ -225,9 +225,8 @@ class PushReceiver:
         except KVTransferError as error:
             self._give_up(incoming, str(error))
             return
-        if not isinstance(answer, Announced):
-            self._give_up(incoming, f"an announcement was answered with {type(answer).__name__}, expected Announced")
-        elif answer.refusal is not None:
+        assert isinstance(answer, Announced)
+        if answer.refusal is not None:
             self._fail(incoming, answer.refusal)
 
     def _meet_again(self, incoming: Incoming) -> None:

@@ -246,7 +246,7 @@ class PushSender:
         jobs = []
         for push in self._pushes.values():
             announcement = push.announcement
-            if announcement is None or not push.chunks or push.stopped or push.busy or _address(announcement) != address:
+            if announcement is None or not push.chunks or push.stopped or _address(announcement) != address:
                 continue
             push.sent = push.sent or [announcement.start] * self._num_layers
             push.busy = True
@@ -266,7 +266,6 @@ class PushSender:
                 push.announcement, push.cancelled = None, False
             elif push.stale:
                 push.stop(False)
-                self._wake(push)
             push.stale = False
             self._condition.notify_all()
 
