@@ -20,6 +20,15 @@ def test_blocks_without_content_are_taken_before_cached_ones_and_cached_ones_lea
     assert pool.lookup(b"k0") == first[0]
 
 
+def test_a_block_that_comes_back_without_content_is_taken_before_cached_ones_that_came_back_earlier():
+    pool = BlockPool(3, 4)
+    cached, plain, last = pool.allocate(3, "a")
+    pool.publish(cached, b"k", None)
+    for block_id in (cached, plain, last):
+        pool.free([block_id], "a")
+    assert pool.allocate(3, "b") == [last, plain, cached]
+
+
 def test_a_generation_counts_takings_for_new_content_not_cache_hits():
     pool = BlockPool(2, 4)
     (block_id,) = pool.allocate(1, "a")
@@ -55,6 +64,31 @@ def test_double_free_and_foreign_free_are_our_own_faults():
         pool.free(blocks, "a")
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 are free"):
         pool.allocate(3, "a")
+
+
+def test_holds_that_cannot_be_are_our_own_faults():
+    pool = BlockPool(3, 4)
+    mine, leased, free = pool.allocate(3, "a")
+    pool.free([free], "a")
+    with pytest.raises(AssertionError, match="shared but holds no published content"):
+        pool.reference([mine], "b")
+    pool.publish(mine, b"k", None)
+    with pytest.raises(AssertionError, match="a already holds block"):
+        pool.reference([mine], "a")
+    with pytest.raises(AssertionError, match="as None, not as a reference"):
+        pool.lease([mine], "b")
+    pool.lease([leased], "a")
+    with pytest.raises(AssertionError, match="not as a reference"):
+        pool.lease([leased], "a")
+    with pytest.raises(AssertionError, match="a would write block"):
+        pool.assert_writable(leased, "a")
+    with pytest.raises(AssertionError, match="is held by nobody"):
+        pool.quarantine([free], "load a")
+    pool.quarantine([mine], "load a")
+    with pytest.raises(AssertionError, match="is held by it already"):
+        pool.quarantine([mine], "load a")
+    with pytest.raises(AssertionError, match="not as REFERENCED"):
+        pool.free([leased], "a")
 
 
 def test_a_block_with_two_references_or_with_published_content_is_not_writable():

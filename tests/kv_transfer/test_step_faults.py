@@ -1,10 +1,12 @@
 """A step whose connector raises, names bad blocks, or is too late: what counts as landed, what is given up, and what is reported of it."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 from kv_support import LAYERS, Batch, RecordingConnector, TimelineConnector, context, make_driver, run_in_thread, scheduler_output
 
+from interlock.core import interrupts
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
@@ -213,6 +215,49 @@ class TestPending:
         output = end(driver, begin(driver))
         assert output.invalid_block_ids == {2, 3}
         assert not output.pending_block_ids
+
+
+@pytest.fixture
+def handlers():
+    """`handlers(SIGUSR1=error)`: that signal's handler raises the error."""
+    before = {}
+
+    def install(**errors):
+        for name, error in errors.items():
+            number = signal.Signals[name]
+
+            def handle(_number, _frame, error=error):
+                raise error
+
+            before[number] = signal.signal(number, handle)
+
+    yield install
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_interrupt_is_served_while_the_loads_of_a_step_that_the_first_has_ended_are_given_up(handlers):
+    """The connector, which was interrupted, has not said that it writes no more."""
+    handlers(SIGUSR1=KeyboardInterrupt, SIGUSR2=TimeoutError)
+    driver, connector, _ = make_driver(RecordingConnector)
+
+    def give_up(step):
+        signal.raise_signal(signal.SIGUSR2)
+        connector.calls.append(("gave up",))
+
+    connector.abort_loads = give_up
+
+    def interrupted_step():
+        with begin(driver):
+            signal.raise_signal(signal.SIGUSR1)
+            interrupts.deliver()
+
+    with interrupts.deferred():
+        with pytest.raises(TimeoutError):
+            interrupted_step()
+        assert ("gave up",) not in connector.calls
+        assert driver.take_abort_report().pending_block_ids == {2, 3}
+        assert not connector.has_connector_metadata()
 
 
 class TestReports:
