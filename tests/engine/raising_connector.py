@@ -8,6 +8,7 @@ from typing import Any
 from fault_connector import FaultyConnector
 from shelf_connector import ShelfConnector
 
+from interlock.core.forward_context import ForwardContext
 from interlock.kv_transfer.connector import KVConnector
 
 METHODS = sorted(name for name, value in vars(KVConnector).items() if inspect.isfunction(value) and not name.startswith("_"))
@@ -63,6 +64,36 @@ class _Loader(ShelfConnector):
         return (False, None) if self.shelf.entries else super().request_finished(request, block_ids)
 
 
+class _Unhurried(ShelfConnector):
+    """Loads while it is waited for. What nobody waits for comes late, at the end of the next step, and into whatever the blocks are then."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.begun: list[Any] = []
+        self.late: list[Any] = []
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        self.begun += [(*load, orders.saves[f"tokens {req_id}"][1]) for req_id, load in orders.loads.items()]
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._land(self.begun)
+
+    def abort_loads(self, step: int) -> None:
+        self.begun.clear()
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        self._land(self.late)
+        self.late, self.begun = self.begun, []
+
+    def _land(self, loads: list[Any]) -> None:
+        for load in loads:
+            self._load(*load)
+        loads.clear()
+
+
 RaisingShelf = _make("RaisingShelf", ShelfConnector)
 RaisingReader = _make("RaisingReader", FaultyConnector)
 RaisingLoader = _make("RaisingLoader", _Loader)
+RaisingUnhurried = _make("RaisingUnhurried", _Unhurried)

@@ -14,6 +14,7 @@ from checkpoints import make_tiny_llama
 from interlock import SamplingParams
 from interlock.core.errors import ConfigError
 from interlock.kv_transfer.connector import KVConnectorTransferResults
+from interlock.kv_transfer.connector_step import KVStep
 from interlock.kv_transfer.ledger import Ledger
 
 PROMPT = [3, *range(40, 70)]
@@ -286,6 +287,30 @@ def test_a_load_outside_the_steps_fails_at_once_and_its_blocks_wait_until_it_is_
         assert audit.quarantined == (0 if is_made else 4)
         assert audit.free == audit.num_blocks - audit.quarantined
         assert llm.core.has_work != is_made, "until the deadline the engine waits for a report"
+
+
+def lose_an_order(model, mode):
+    """What PROMPT gives when the order of its load comes to the worker half with the step after its own. The load brings what is no KV."""
+    with open_raising(model, "RaisingUnhurried", mode, num_blocks=6) as llm:
+        llm.generate([PROMPT], GREEDY)
+        forget_local(llm)
+        shelf_connector.SHELF[-1].fail_from.append(0)
+        arm("build_connector_meta", "before")
+        (output,) = llm.generate([PROMPT], GREEDY)
+        assert llm.metrics()["num_failed_loads"] == 1
+        assert shelf_connector.SHELF[-1].num_loads == 1
+        drain(llm)
+        return bits(output)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
+def test_blocks_of_a_lost_order_come_back_when_the_load_that_was_made_all_the_same_has_ended(model, alone, shelf, mode):
+    assert lose_an_order(model, mode) == alone[0]
+
+
+def test_negative_control_a_load_of_a_lost_order_that_nobody_waits_for_is_written_into_other_content(model, alone, shelf, monkeypatch):
+    monkeypatch.setattr(KVStep, "_await_owed", lambda self: None)
+    assert lose_an_order(model, "NONE") != alone[0]
 
 
 @pytest.mark.parametrize("how", ["before", "after", "returns"])

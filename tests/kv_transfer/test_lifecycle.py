@@ -1,3 +1,4 @@
+import dataclasses
 import threading
 
 import pytest
@@ -449,3 +450,68 @@ def test_a_promise_that_is_void_fails_at_once_and_the_others_of_the_step_land(mo
     assert output.invalid_block_ids == {2, 3}
     assert output.load_errors == {"a": "layer 0, position 0: it was refused"}
     assert output.fault is None
+
+
+class TestLoadsThatWereOrderedBefore:
+    """A step whose metadata was lost had loads; the connector may begin them with the next step."""
+
+    ASKED = ("start_load_kv", "wait_for_layer_load", "wait_for_save")
+
+    @staticmethod
+    def lose_orders(driver, connector, step=1, **fields):
+        output = dataclasses.replace(scheduler_output(step, fields.pop("promises", ())), connector_fault="it raised", **fields)
+        report = driver.no_forward(context(step, CUDAGraphMode.NONE), output, Batch())
+        assert report.fault == "it raised"
+        connector.calls.clear()
+
+    def asked(self, connector):
+        names = [name for name in connector.names() if name in self.ASKED]
+        connector.calls.clear()
+        return names
+
+    @pytest.mark.parametrize("mode", ALL_MODES)
+    @pytest.mark.parametrize("orders", [{"promises": [PROMISE]}, {"async_load_req_ids": frozenset("a")}], ids=["of the step", "outside the steps"])
+    def test_the_step_that_may_begin_them_waits_for_them_too(self, mode, orders):
+        driver, connector, _ = make_driver(RecordingConnector)
+        self.lose_orders(driver, connector, **orders)
+        hooks = [] if mode is CUDAGraphMode.FULL else ["wait_for_layer_load"] * len(LAYERS)  # under FULL, start_load_kv has waited
+        assert run_step(driver, 2, mode).fault is None
+        assert self.asked(connector) == [*hooks, "start_load_kv", *hooks, "wait_for_save"]
+        run_step(driver, 3, mode)
+        assert self.asked(connector) == [*hooks, "start_load_kv", "wait_for_save"]
+
+    def test_hooks_that_wait_for_loads_of_the_step_have_waited_for_them(self):
+        driver, connector, _ = make_driver(RecordingConnector)
+        self.lose_orders(driver, connector, promises=[PROMISE])
+        run_step(driver, 2, CUDAGraphMode.NONE, [PROMISE])
+        assert self.asked(connector) == ["start_load_kv", *["wait_for_layer_load"] * len(LAYERS), "wait_for_save"]
+
+    def test_a_step_that_lost_no_load_leaves_none_to_wait_for(self):
+        driver, connector, _ = make_driver(RecordingConnector)
+        self.lose_orders(driver, connector)
+        assert not driver.owes_loads
+
+    def test_they_are_owed_until_a_step_has_seen_their_end(self):
+        driver, connector, _ = make_driver(RecordingConnector)
+        self.lose_orders(driver, connector, promises=[PROMISE])
+        self.lose_orders(driver, connector, step=2)
+        assert driver.owes_loads, "nothing was begun with a step without metadata"
+
+        def explode(_):
+            raise OSError("no route")
+
+        def explode_behind_the_start(layer_name):
+            if "start_load_kv" in connector.names():
+                explode(layer_name)
+
+        connector.on_wait = explode_behind_the_start
+        assert "the wait for them has raised" in run_step(driver, 3, CUDAGraphMode.NONE).fault
+        connector.on_wait = lambda layer_name: None
+        kv = driver.begin(context(4, CUDAGraphMode.NONE))
+        kv.pre_forward(scheduler_output(4), Batch(), None)
+        kv.finish_forward()
+        kv.abort()
+        assert "may have begun, failed" in driver.take_abort_report().fault
+        assert driver.owes_loads
+        assert run_step(driver, 5, CUDAGraphMode.NONE).fault is None
+        assert not driver.owes_loads

@@ -54,11 +54,12 @@ class StepBatch(Protocol):
 class KVStep:
     """One step of a connector: CREATED → OPEN → FINISHED or ABORTED. Made by `KVStepDriver.begin`.
 
-    on_end: called when it has ended; with what it has left behind, if it was aborted after it was opened. What the connector raises costs
+    on_end: called when it has ended: with what it has left behind, if it was aborted after it was opened, and with whether the connector
+    may still make loads that were ordered up to now (`KVStepDriver.owes_loads`). What the connector raises costs
     loads or saves of this step (`worker_guard.py`); the step goes on.
     """
 
-    def __init__(self, driver: "KVStepDriver", context: ForwardContext, on_end: Callable[[KVConnectorOutput | None], None]) -> None:
+    def __init__(self, driver: "KVStepDriver", context: ForwardContext, on_end: Callable[[KVConnectorOutput | None, bool], None]) -> None:
         self.context = context
         self.state = StepState.CREATED
         self.rung = choose_rung(context.cudagraph_runtime_mode, driver.connector, driver.kv_load_wait)
@@ -70,6 +71,7 @@ class KVStep:
         self._earlier: Event | None = None
         self._arguments: dict[str, Any] = {}
         self._fault: str | None = None
+        self._owed = driver.owes_loads
         self._is_bound = False
         self._start_is_due = False
         self._has_started = False
@@ -180,6 +182,7 @@ class KVStep:
         if not self._forward_finished:
             raise LifecycleError(f"post_forward of step {self.context.step} before its finish_forward")
         step, connector = self.context.step, self._connector
+        self._await_owed()
         if self._is_bound:
             connector.wait_for_save()
         ends = connector.get_transfer_results(finished_req_ids)
@@ -229,6 +232,8 @@ class KVStep:
         finally:  # also if it is interrupted once more: then everything that was promised may still be written
             self._ledger.abandon_step(self.context.step)
             faults = self._connector.take_num_faults()
+            if self._owed and self._fault is None:
+                self._fault = f"step {self.context.step}, with which loads that were ordered before it may have begun, failed"
             self._end(StepState.ABORTED, KVConnectorOutput(pending_block_ids=pending, num_connector_faults=faults, fault=self._fault))
             self._connector.clear_connector_metadata()
 
@@ -308,6 +313,14 @@ class KVStep:
             self._ledger.fail_layer(self.context.step, layer, fault)
         return fault is None
 
+    def _await_owed(self) -> None:
+        """Loads that were ordered for earlier steps, whose metadata or start got lost, may have begun with this one. Nobody counts on them, but
+        their blocks come back when it has ended, so they must have ended too. Had it loads of its own, the hooks have waited for all."""
+        if self._owed and self._fault is None and not self._promises:
+            for layer in range(self._ledger.num_layers):
+                if not self._ask_for_layer(layer):
+                    self._fault = "loads that were ordered before may not have ended: the wait for them has raised"
+
     def _fail_unwaited_layers(self) -> None:
         """A layer that nobody waited for may have run before its KV landed."""
         for layer, name in enumerate(self._driver.layer_names):
@@ -338,8 +351,12 @@ class KVStep:
             )
 
     def _end(self, state: StepState, report: KVConnectorOutput | None = None) -> None:
-        self.state = state
-        self._on_end(report)
+        was_open, self.state = self.state is StepState.OPEN, state
+        owes = self._owed
+        if was_open:
+            output = self._arguments.get("scheduler_output")
+            owes = self._fault is not None and (owes or output is None or bool(output.load_promises or output.async_load_req_ids))
+        self._on_end(report, owes)
 
 
 def _all_failed(results: KVConnectorTransferResults, cause: str) -> KVConnectorTransferResults:

@@ -54,6 +54,7 @@ class KVStepDriver:
         self.bytes_per_layer_token = kv_cache_config.block_bytes // kv_cache_config.block_size
         self._open: KVStep | None = None
         self._aborted: KVConnectorOutput | None = None
+        self._owes_loads = False
         self._disabled = False
 
     def begin(self, context: ForwardContext) -> "KVStep":
@@ -119,5 +120,10 @@ class KVStepDriver:
             raise LifecycleError(f"{what} was called outside a step; call begin and pre_forward first, or run inside disabled()")
         return self._open
 
-    def _step_ended(self, report: KVConnectorOutput | None) -> None:
-        self._open, self._aborted = None, report
+    @property
+    def owes_loads(self) -> bool:
+        """Whether the connector was ordered to make loads that it has not begun, because something raised, and that it may make yet."""
+        return self._owes_loads
+
+    def _step_ended(self, report: KVConnectorOutput | None, owes_loads: bool) -> None:
+        self._open, self._aborted, self._owes_loads = None, report, owes_loads
