@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -124,8 +125,13 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep, mo
             with pytest.raises(KeyboardInterrupt):
                 generate(ranks, prompts[::-1], counts)
         assert generate(ranks, prompts, counts) == expected, "an answer to the call that was interrupted was taken for one to this call"
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(generate, ranks, prompts[number:], counts[number:]) for number in (0, 1, 2, 3) * 3]
+            assert [call.result(60) for call in calls] == [expected[number:] for number in (0, 1, 2, 3) * 3]
         ranks._processes[1].kill()
         with pytest.raises(DataParallelError, match="rank 1 has ended"):
+            generate(ranks, prompts, counts)
+        with pytest.raises(RequestError, match="the DataParallelLLM is closed"):
             generate(ranks, prompts, counts)
 
 

@@ -13,11 +13,12 @@ from typing import Any, Self
 
 from interlock.core import interrupts
 from interlock.core.config import EngineConfig
-from interlock.core.errors import DataParallelError, InterlockError
+from interlock.core.errors import DataParallelError, InterlockError, RequestError
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.inputs import Prompt, list_params, list_prompts
 from interlock.engine.llm import LLM
 from interlock.engine.outputs import RequestOutput
+from interlock.engine.turns import Turns
 
 _STOP_SECONDS = 10.0
 
@@ -27,6 +28,7 @@ class DataParallelLLM:
 
     The ranks are spawned, so a script makes it under `if __name__ == "__main__"`. The CPUs are divided among them unless `threads` is given,
     and a KV connector's `engine_id` gets the suffix `_dp<rank>`. With `data_parallel_lockstep` they make their steps together.
+    Several threads may use it: their calls run one after another.
     To place the ranks yourself, make an `LLM` with `data_parallel_size`, `data_parallel_rank`, `data_parallel_master_ip` and
     `data_parallel_master_port` in each process instead.
     """
@@ -35,6 +37,7 @@ class DataParallelLLM:
         options.setdefault("data_parallel_master_port", _free_port())
         config = EngineConfig.from_mapping({"model": model, "data_parallel_size": data_parallel_size, **options})
         context = multiprocessing.get_context("spawn")
+        self._turns = Turns()
         self._num_calls = 0
         self._connections: list[Connection] = []
         self._processes = []
@@ -61,17 +64,19 @@ class DataParallelLLM:
         Raises RequestError if one cannot be served, DataParallelError if a rank is gone. An interrupt leaves the ranks at work on what they
         were given; they are ready for the next call when that is done.
         """
-        size = len(self._connections)
         listed = list_prompts(prompts)
         params = list_params(listed, sampling_params)
-        with interrupts.deferred():
+        with interrupts.deferred(), self._turns:
+            size = len(self._connections)
+            if not size:
+                raise RequestError("the DataParallelLLM is closed, expected an open one; make a new one")
             self._num_calls += 1
             for rank in range(size):
                 self._send(rank, (self._num_calls, listed[rank::size], params[rank::size]))
             answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
-        for answer in answers:
-            if isinstance(answer, DataParallelError):
+            if any(isinstance(answer, DataParallelError) for answer in answers):
                 self.close()
+        for answer in answers:
             if isinstance(answer, InterlockError):
                 raise answer
         return [answers[index % size][index // size] for index in range(len(listed))]
