@@ -17,9 +17,13 @@ def test_blocks_that_come_back_from_host_memory_change_no_bit(model, prompts, pa
             metrics = llm.metrics()
             found.append(metrics["num_external_tokens"] + metrics["num_cached_tokens"])
             forget_local(llm)
-        assert metrics["num_external_tokens"] > 0
         if cpu_blocks == 100:
             assert found[1] - found[0] == sum((len(prompt) - 1) // 8 * 8 for prompt in prompts)
             assert metrics["num_preemptions"] > 0
+        for _ in range(2):  # of several at once a small tier may have forgotten all when they come back
+            (output,) = llm.generate(prompts[2:3], params[2:3])
+            assert bits(output) == alone[2]
+            forget_local(llm)
+        assert llm.metrics()["num_external_tokens"] >= metrics["num_external_tokens"] + (len(prompts[2]) - 1) // 8 * 8
         assert llm.metrics()["num_failed_loads"] == 0
         drain(llm)
