@@ -189,6 +189,20 @@ def test_orders_that_a_child_has_not_taken_are_in_doubt_until_it_has_begun_its_l
     assert pair.step().fault is None
 
 
+def test_a_child_that_raises_while_late_loads_are_waited_for_may_still_make_them():
+    pair = Pair("RaisesOnce", "Child")
+    promises = give_loads(pair)
+    raise_in("bind_connector_metadata")
+    assert pair.step(promises).fault is not None
+    pair.working[0].start_load_kv = lambda *arguments, **options: raise_in("wait_for_layer_load")
+    assert "the wait for them has raised" in pair.step().fault
+    assert RaisesOnce.raising is None
+    assert pair.driver.owes_loads
+    del pair.working[0].start_load_kv
+    assert pair.step().fault is None
+    assert not pair.driver.owes_loads
+
+
 def test_a_child_that_cannot_say_whether_it_has_work_leaves_the_others_theirs():
     pair = Pair("RaisesOnce", "Child")
     pair.asked[1].has_pending_push_work = lambda: True

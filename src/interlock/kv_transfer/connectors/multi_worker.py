@@ -40,6 +40,7 @@ class MultiWorkerHalf:
         self._finished: set[str] = set()
         self._lost: dict[int, str] = {}
         self._owing: set[int] = set()
+        self._late: set[int] = set()
         self._claimed: set[int] = set()
         self._stops: dict[int, Callable[[str], None]] = {}
         self._keepers: dict[str, set[int]] = {}
@@ -90,6 +91,7 @@ class MultiWorkerHalf:
                 with may_wait(self._children[index]):
                     share = dataclasses.replace(output, load_promises=mine)
                     self._children[index].start_load_kv(forward_context, **{**arguments, "scheduler_output": share})
+                self._late |= self._owing & {index}
                 self._owing.discard(index)
                 self._await_claims(index, forward_context, claims, ledger)
             except Exception as error:
@@ -104,7 +106,9 @@ class MultiWorkerHalf:
             raise KVTransferError("; ".join(causes))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Ask every child that has not said so already. What a child raises costs its own loads only."""
+        """Ask every child that has not said so already. What a child raises costs its own loads only; but KVTransferError is raised in the end
+        if it may have begun, with this step, what was ordered before."""
+        causes = []
         for index, child in enumerate(self._children):
             if index not in self._claimed and index not in self._lost:
                 try:
@@ -114,6 +118,11 @@ class MultiWorkerHalf:
                     if interrupts.caused(error):
                         raise
                     self._has_failed(index, error)
+                    if index in self._late:
+                        self._owing.add(index)
+                        causes.append(describe(child, "wait_for_layer_load", error))
+        if causes:
+            raise KVTransferError("; ".join(causes))
 
     def results(self, finished_req_ids: frozenset[str]) -> KVConnectorTransferResults:
         """The children's results: of loads those of their owner, once; of kept blocks the last of those who keep them."""
@@ -173,6 +182,7 @@ class MultiWorkerHalf:
         self._claimed = set()
         self._stops = {}
         self._lost = {}
+        self._late = set()
         self.for_each(lambda child: child.clear_connector_metadata())
 
     def for_each(self, call: Callable[[KVConnector], None]) -> None:
