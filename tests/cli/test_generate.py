@@ -70,6 +70,18 @@ def test_logits_that_are_not_finite_are_an_error_of_the_request_and_json_stays_j
     assert "error: request 0: the logits are not finite" in result.stderr
 
 
+def test_a_model_without_a_tokenizer_has_token_ids_but_no_text(tmp_path: Path, engine_flags: list[str]) -> None:
+    directory, prompts = make_tiny_llama(tmp_path / "model", eos_token_id=None), tmp_path / "prompts.jsonl"
+    prompts.write_text("[1, 2, 3]")
+    arguments = ["generate", "--file", str(prompts), "--max-tokens", "3", *engine_flags, "--model", directory]
+    assert len(json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["outputs"][0]["token_ids"]) == 3
+    result = CliRunner().invoke(app, arguments)
+    assert (result.stdout, str(result.exception)) == (
+        "",
+        "the model's files have no tokenizer, so that there is no text to write; use --json for token ids",
+    )
+
+
 def test_json_shows_a_log_probability_of_minus_infinity_as_a_number_and_lets_nothing_else_pass() -> None:
     value = {"logprobs": [{7: (-0.5, -math.inf)}], "text": "-Infinity", "count": 3, "none": None}
     assert json.loads(json_line(value)) == {"logprobs": [{"7": [-0.5, -9999.0]}], "text": "-Infinity", "count": 3, "none": None}

@@ -75,7 +75,10 @@ def test_a_file_without_prompts_is_refused_and_nothing_takes_its_place(tmp_path:
         read_prompts(None, [file])
 
 
-@pytest.mark.parametrize(("stdin", "read"), [(b"two\nlines\xe2\x80\xa8\n", ["two\nlines\u2028\n"]), (b" \n", []), (b"", [])])
+@pytest.mark.parametrize(
+    ("stdin", "read"),
+    [(b"two\nlines\xe2\x80\xa8\n", ["two\nlines\u2028\n"]), (b" \n", []), (b"", []), (b"\xef\xbb\xbfone", ["one"]), (b"\xef\xbb\xbf\n", [])],
+)
 def test_standard_input_is_one_prompt(monkeypatch: pytest.MonkeyPatch, stdin: bytes, read: list[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
     assert read_standard_input() == read

@@ -1,6 +1,7 @@
 """Engine options: what is refused, and with which words."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,9 @@ def test_gates_can_be_forced_only_where_decode_steps_are_full_replays(mode: str)
     else:
         with pytest.raises(ConfigError, match=f"kv_load_wait is 'gate', but under cudagraph_mode {mode} no step is a FULL replay"):
             EngineConfig.from_mapping(options)
+
+
+def test_the_model_may_be_a_path_object() -> None:
+    assert EngineConfig.from_mapping({"model": Path("some") / "model"}).model == "some/model"
+    with pytest.raises(ConfigError, match="model is 5"):
+        EngineConfig.from_mapping({"model": 5})

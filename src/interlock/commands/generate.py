@@ -39,6 +39,8 @@ def generate(
         llm = LLM(config.model, progress=display.reporter("engine"), **options)
     with llm:
         deltas = llm.stream([_prepared(llm, prompt, chat) for prompt in wanted], params)
+        if llm.get_tokenizer() is None and not as_json:
+            raise RequestError("the model's files have no tokenizer, so that there is no text to write; use --json for token ids")
         outputs = _write_json(deltas) if as_json else _write_text(deltas, len(wanted), params.n)
     failed = [output for output in outputs if output.error is not None]
     for output in failed:

@@ -40,6 +40,7 @@ def read_standard_input() -> list[Prompt]:
         text = sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"standard input cannot be read as text: {error}") from error
+    text = text.removeprefix("\ufeff")  # the mark that some editors begin a file with
     return [_checked(text, "standard input")] if text.strip() else []
 
 

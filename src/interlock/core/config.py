@@ -173,13 +173,16 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
-        """Build from plain JSON values by option name: a mode is its name, `kv_transfer_config` an object. An unknown name is an error.
+        """Build from plain JSON values by option name: a mode is its name, `kv_transfer_config` an object; the model may be a path object. An
+        unknown name is an error.
         `max_num_seqs`, if it is not given, is at most the token budget of a step."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise ConfigError(f"unknown engine options {unknown}, expected some of {sorted(known)}")
         parsed = dict(values)
+        if isinstance(parsed.get("model"), os.PathLike):
+            parsed["model"] = os.fspath(parsed["model"])
         if isinstance(parsed.get("cudagraph_mode"), str):
             parsed["cudagraph_mode"] = parse_cudagraph_mode(parsed["cudagraph_mode"])
         if isinstance(parsed.get("kv_transfer_config"), Mapping):

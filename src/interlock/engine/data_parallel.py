@@ -33,7 +33,7 @@ class DataParallelLLM:
     `data_parallel_master_port` in each process instead.
     """
 
-    def __init__(self, model: str, *, data_parallel_size: int = 2, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, data_parallel_size: int = 2, **options: Any) -> None:
         options.setdefault("data_parallel_master_port", _free_port())
         config = EngineConfig.from_mapping({"model": model, "data_parallel_size": data_parallel_size, **options})
         context = multiprocessing.get_context("spawn")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -48,7 +49,7 @@ class LLM:
     Raises ConfigError for an unknown or unusable option and for memory that cannot be had, CheckpointError for a model that cannot be loaded.
     """
 
-    def __init__(self, model: str, *, runner: Runner | None = None, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str], *, runner: Runner | None = None, progress: Progress | None = None, **options: Any) -> None:
         transfer = options.get("kv_transfer_config")
         if isinstance(transfer, str):
             options["kv_transfer_config"] = _parse_object("kv_transfer_config", transfer)
