@@ -1,5 +1,7 @@
 """Threads that share an LLM: each gets what it would get alone, one drives the engine at a time, and none is passed over."""
 
+import os
+import signal
 import threading
 from contextlib import nullcontext, suppress
 
@@ -9,6 +11,7 @@ from test_llm import GREEDY, Letters, LLMRunner, make, text_of
 
 from checkpoints import make_tiny_llama
 from interlock import LLM, SamplingParams
+from interlock.core import interrupts
 from interlock.core.errors import RequestError
 from interlock.engine.turns import Turns
 
@@ -131,6 +134,29 @@ def test_a_turn_may_be_nested_and_is_given_back_once():
         assert turns.inside
     assert not turns.inside
     assert in_threads(lambda: (turns.inside, turns.__enter__(), turns.inside, turns.__exit__(None, None, None))) == [(False, None, True, None)]
+
+
+def test_an_interrupt_is_served_while_another_thread_has_the_turn():
+    turns, taken, over = Turns(), threading.Event(), threading.Event()
+
+    def other():
+        with turns:
+            taken.set()
+            until(lambda: turns.awaited)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert over.wait(PATIENCE)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert taken.wait(PATIENCE)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred(), turns:
+        pytest.fail("the other thread has the turn")
+    assert not turns.inside
+    assert not turns.awaited
+    over.set()
+    thread.join(PATIENCE)
+    with turns:
+        assert turns.inside
 
 
 def test_closing_waits_for_the_step_and_ends_what_another_thread_generates():
