@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from interlock.core.errors import CheckpointError
-from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, check_num_layers, match_parameters, without_foreign_tokens
+from interlock.models.checkpoints.checkpoint import Checkpoint, TensorInfo, check_num_layers, match_parameters, shortened, without_foreign_tokens
 from interlock.models.checkpoints.gguf import open_gguf
 from interlock.models.checkpoints.safetensors import open_safetensors
 
@@ -22,7 +22,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     try:
         return without_foreign_tokens(open_safetensors(path) if path.is_dir() else open_gguf(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        raise CheckpointError(f"{path}: cannot be read ({shortened(str(error))})") from error
 
 
 def resolve_model(model: str) -> Path:

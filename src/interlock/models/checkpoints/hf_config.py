@@ -12,6 +12,8 @@ from interlock.models.rope import ROPE_KINDS, RopeConfig, RopeParameter
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
+_MAX_SIZE = 2**31 - 1
+
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "sliding_window", "quantization_config", "num_experts", "num_local_experts", "logit_scale")
 
 
@@ -182,8 +184,8 @@ class _Values:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise refuse(self.path, key, value, "an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SIZE:
+            raise refuse(self.path, key, value, f"an integer from 1 to {_MAX_SIZE}")
         return value
 
     def number(self, key: str, default: float) -> float:
