@@ -240,7 +240,7 @@ def test_a_huge_value_is_shortened_in_the_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"])
 def test_a_size_of_any_length_makes_a_short_message(tmp_path: Path, key: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{key} is 1000.*characters.*an integer from 1 to 2147483647") as error:
+    with pytest.raises(CheckpointError, match=rf"{key} is 1000.*characters.*an integer from 1 to 2147483647") as error:
         open_checkpoint(make_tiny_llama(tmp_path, config_overrides={key: 10**4000}))
     assert len(str(error.value)) < 1000
 
@@ -248,7 +248,7 @@ def test_a_size_of_any_length_makes_a_short_message(tmp_path: Path, key: str) ->
 def test_a_shard_that_no_file_can_be_named_makes_a_short_message(tmp_path: Path) -> None:
     index = Path(make_tiny_llama(tmp_path, shards=2)) / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "x" * 10**6}}))
-    with pytest.raises(CheckpointError, match="cannot be read .*too long") as error:
+    with pytest.raises(CheckpointError, match=r"cannot be read .*too long") as error:
         open_checkpoint(str(tmp_path))
     assert len(str(error.value)) < 1000
 
