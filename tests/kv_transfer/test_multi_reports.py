@@ -203,6 +203,19 @@ def test_a_child_that_raises_while_late_loads_are_waited_for_may_still_make_them
     assert not pair.driver.owes_loads
 
 
+def test_late_loads_of_a_child_that_raised_in_a_hook_before_they_began_are_waited_for_too():
+    pair = Pair("RaisesOnce", "Child")
+    promises = give_loads(pair)
+    raise_in("bind_connector_metadata")
+    assert pair.step(promises).fault is not None
+    pair.working[0].calls = []
+    raise_in("wait_for_layer_load")
+    assert pair.step().fault is None
+    assert RaisesOnce.raising is None
+    names = [call[0] for call in pair.working[0].calls]
+    assert names == ["start_load_kv", *["wait_for_layer_load"] * len(LAYERS), "wait_for_save"]
+
+
 def test_a_child_that_cannot_say_whether_it_has_work_leaves_the_others_theirs():
     pair = Pair("RaisesOnce", "Child")
     pair.asked[1].has_pending_push_work = lambda: True

@@ -85,6 +85,7 @@ class MultiWorkerHalf:
                 _fail(ledger, step, mine, self._lost[index])
                 causes += [self._lost[index]] if index in self._owing else []
                 continue
+            self._claimed.discard(index)  # by a hook before this: it has said nothing of what it begins now
             claims = self._claims(index, step, mine, ledger)
             self._stops[index] = partial(self._stop, index, step, mine, claims, ledger)
             try:
