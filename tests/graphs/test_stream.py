@@ -8,7 +8,7 @@ import pytest
 
 from interlock.core.buffer import Buffer
 from interlock.core.errors import KernelError, StreamError
-from interlock.graphs import Program, Timelines, gate, profile_buffer, raise_for_status
+from interlock.graphs import Program, Stream, Timelines, gate, profile_buffer, raise_for_status
 from interlock.kernels.control import RING_SIZE
 from interlock.kernels.slot import ERROR_ABORTED, ERROR_BLOCK_TABLE, ERROR_TOKEN_ID, GATE_TARGETS, NUM_TOKENS
 
@@ -363,9 +363,41 @@ def test_misuse_is_an_error_that_says_so(machine):
     assert not stream.capturing
 
 
-def test_a_launch_without_a_slot_is_an_error(machine):
-    from interlock.graphs import Stream
+def capture_and_break_off(stream, program, record):
+    with stream.capture(program, breaks=True):
+        record()
+        raise ZeroDivisionError
 
+
+@pytest.mark.parametrize("recorded", ["a call", "a launch", "nothing"])
+def test_nothing_of_a_capture_that_broke_off_gets_into_another(machine, recorded):
+    stream, program, called = machine.stream, Program(), []
+    record = {
+        "a call": lambda: stream.call(lambda: called.append("broken off")),
+        "a launch": lambda: stream.launch(k.count_kernel(), k.count_kernel().pack(counter=0)),
+        "nothing": lambda: None,
+    }[recorded]
+    with pytest.raises(ZeroDivisionError):
+        capture_and_break_off(stream, program, record)
+    with pytest.raises(StreamError, match="captured already"), stream.capture(program, breaks=True):
+        pass
+    with pytest.raises(StreamError, match="not captured to its end"):
+        stream.replay(program)
+    assert not called
+
+
+def test_two_streams_do_not_capture_into_one_program(machine):
+    other, program, called = Stream(machine.team), Program(), []
+    with machine.stream.capture(program, breaks=True):
+        machine.stream.call(lambda: called.append("ours"))
+        with pytest.raises(StreamError, match="being captured"), other.capture(program, breaks=True):
+            other.call(lambda: called.append("theirs"))
+    assert not other.capturing
+    machine.stream.replay(program)
+    assert called == ["ours"]
+
+
+def test_a_launch_without_a_slot_is_an_error(machine):
     with pytest.raises(StreamError, match="bind_slot"):
         Stream(machine.team).launch(k.count_kernel(), k.count_kernel().pack(counter=0))
 

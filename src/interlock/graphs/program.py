@@ -27,6 +27,7 @@ class Program:
         self._launches: list[tuple[Kernel, Arguments, bool]] = []
         self._hooks: list[tuple[int, Hook]] = []  # each with the number of launches before it
         self._pieces: tuple[Piece | Hook, ...] | None = None
+        self._is_begun = False
 
     @property
     def num_launches(self) -> int:
@@ -45,10 +46,11 @@ class Program:
             raise StreamError("this program was not captured to its end; capture it with Stream.capture before it is replayed")
         return self._pieces
 
-    @property
-    def captured(self) -> bool:
-        """Whether the capture has ended, so that the program can be replayed and no more be changed."""
-        return self._pieces is not None
+    def begin(self) -> None:
+        """Begin the capture. Raises StreamError if one was begun before, whatever became of it."""
+        if self._is_begun:
+            raise StreamError("this program was captured already, or is being captured; a program is captured once, so create a new Program")
+        self._is_begun = True
 
     def append(self, kernel: Kernel, args: Arguments, *, barrier: bool = True) -> None:
         """Add a launch; without `barrier` the next one may begin before every thread has ended this one."""

@@ -92,8 +92,7 @@ class Stream:
         """While inside, launches go into `program` and nothing runs. `breaks`: cut it at each `call` (PIECEWISE), else FULL."""
         if self._capturing is not None:
             raise StreamError("this stream is capturing already; end that capture first")
-        if program.captured or program.num_launches:
-            raise StreamError("this program was captured already; a program is captured once, so create a new Program")
+        program.begin()
         self._capturing, self._breaks = program, breaks
         try:
             yield program
