@@ -2,15 +2,18 @@
 
 import io
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from interlock.bench.measure import alternate, compare, prompt_token_ids
-from interlock.bench.peer import PYTHON_VARIABLE, find_peer_python
+from interlock.bench.peer import PYTHON_VARIABLE, PeerProcess, find_peer_python
 from interlock.bench.report import print_table, write_json
-from interlock.core.errors import InterlockError
+from interlock.commands.bench import bench
+from interlock.core.errors import ConfigError, InterlockError
 
 
 def test_runs_alternate_and_the_first_of_each_is_not_counted() -> None:
@@ -66,3 +69,30 @@ def test_a_peer_python_that_is_not_there_is_an_error_that_names_it(monkeypatch: 
     monkeypatch.delenv(PYTHON_VARIABLE)
     monkeypatch.chdir(tmp_path)
     assert find_peer_python() is None
+
+
+def test_a_python_of_the_peers_that_cannot_be_run_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(InterlockError, match=rf"{re.escape(repr(str(tmp_path)))} cannot be run.*{PYTHON_VARIABLE}"):
+        PeerProcess(tmp_path, "model", 2)
+
+
+def test_a_peer_that_has_ended_is_an_error_that_says_so_and_can_be_closed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\nexec <&-\necho '{"name": "short-lived", "version": "1"}'\nexit 3\n""")
+    python.chmod(0o700)
+    peer = PeerProcess(python, "model", 2)
+    with pytest.raises(InterlockError, match="ended with status 3"):
+        peer.request("decode", prompts=[[1]], num_tokens=1)
+    peer.close()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_report_that_may_not_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, there):
+    path = tmp_path / "report.json"
+    if there:
+        path.write_text("old")
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *arguments: asked.append(arguments))
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))} cannot be written: this user may not write"):
+        bench("decode", json=path)
+    assert asked == [(path if there else tmp_path, os.W_OK)]

@@ -225,6 +225,8 @@ def test_other_closed_streams_change_nothing(engine_flags: list[str], closed: st
         (["generate", "--nonsense"], ["--nonsense", "interlock generate --help"]),
         (["genrate"], ["genrate", "generate", "interlock --help"]),
         (["bench", "decode", "--json", "/nowhere/at/all.json"], ["/nowhere/at"]),
+        (["bench", "decode", "--json", "/"], ["/ cannot be written", "directory"]),
+        (["bench", "decode", "--plot", "plot.png"], ["--plot", "'overlap'", "'decode'"]),
         (["generate", "hi", "--kv-cache-memory-bytes", str(1 << 60)], ["kv_cache_memory_bytes", str(1 << 60), "available"]),
         (["generate", "hi", "--mode", "PIECEWISE", "--kv-load-wait", "gate"], ["kv_load_wait", "gate", "PIECEWISE"]),
         (["generate", "hi", "--kv-load-timeout", "nan"], ["kv_load_timeout", "nan"]),

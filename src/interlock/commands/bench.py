@@ -1,6 +1,7 @@
 """`interlock bench`: our figures, alternating with the peer's in one run."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -35,9 +36,11 @@ def bench(
 
     if plot is not None:
         check_plot(plot)
+        if name not in ("overlap", "all"):
+            raise ConfigError(f"--plot shows the benchmark 'overlap', and {name!r} is to be run")
     for path in (json, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+        if path is not None:
+            _check_writable(path)
     errors = OutputConsole(stderr=True, highlight=False)
     python = find_peer_python() if peer else None
     if peer and python is None:
@@ -57,3 +60,14 @@ def bench(
                 write_json(json, figures, threads, rounds)
             if plot is not None:
                 write_plot(plot, figures)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError, before anything is measured, if a file cannot be written at `path`."""
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {directory}")
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory; name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: this user may not write {'to it' if path.exists() else f'into {directory}'}")
