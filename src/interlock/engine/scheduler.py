@@ -211,9 +211,8 @@ class Scheduler:
             self._lose_order(req_id, report.fault)
 
     def _lose_order(self, req_id: str, cause: str) -> None:
-        """The connector raised when it was told of an asynchronous load; if it makes it all the same, it has to name it."""
+        """The connector raised when it was told of an asynchronous load; if it makes it all the same, it has to name it by its deadline."""
         self._reports.give_up(req_id, cause)
-        self._queues.expect_load(req_id)
 
     def _land_step(self, output: SchedulerOutput) -> list[Request]:
         """Take the step's requests out of flight; returns those for whom it still counts."""
