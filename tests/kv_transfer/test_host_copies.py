@@ -178,3 +178,16 @@ def test_a_layer_of_all_loads_is_copied_before_the_next_one_and_loads_before_sav
     tier.drain()
     assert tier.copies.order == [(layer, block) for layer in LAYERS for pair in blocks for block in pair] + [(layer, 7) for layer in LAYERS]
     assert tier.ended() == dict.fromkeys(range(3), (2, ()))
+
+
+def test_a_load_of_a_step_can_be_stopped_although_another_one_of_it_has_ended(tier):
+    tier.ledger.open_step(1, [LoadPromise(f"r{number}", 0, SIZE, (number,)) for number in (1, 2)], 60)
+    tier.hold_thread()
+    tier.load(1, [None], [1], step=1)
+    tier.load(2, [3], [2], step=1)
+    tier.copies.on_layer[1] = stopped
+    tier.gate.set()
+    assert tier.copies.arrived.wait(60)
+    tier.worker.abort(1)
+    assert tier.ended() == {1: (0, (key_of(0),)), 2: (0, ())}
+    assert tier.ledger.unfinished_block_ids(1) == set()

@@ -300,3 +300,33 @@ def test_an_announcement_for_another_prompt_gets_nothing_of_a_transfer_of_the_sa
     OnVirtualTime.clock.advance(2.0)
     assert wait_received(consumer).failed_recving == {"d"}
     assert np.array_equal(consumer.snapshot(), before)
+
+
+def test_a_lease_that_ends_while_its_blocks_are_being_pushed_keeps_them_until_they_are_not(push_pair, monkeypatch):
+    monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())
+    producer, _ = push_pair({"connector": OnVirtualTime})
+    half = producer.worker._worker_half
+    prefill = Prefill(producer)
+    prefill.chunk(13)
+    assert prefill.finish()[0]
+    OnVirtualTime.clock.advance(3600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(half.sender, "end", lambda transfer, reason: False)
+        for _ in range(3):
+            assert not producer.step().finished_sending
+    assert producer.step().finished_sending == {"p-tx"}
+    assert not producer.step().finished_sending
+
+
+def test_what_reads_blocks_that_are_given_up_has_stopped_before_they_have_another_generation(push_pair, monkeypatch):
+    producer, _ = push_pair()
+    half = producer.worker._worker_half
+    prefill = Prefill(producer)
+    prefill.chunk(5)
+    before, seen = half._control.generations[BLOCKS].tolist(), []
+    monkeypatch.setattr(half.sender, "withdraw", lambda transfers: seen.append((len(transfers), half._control.generations[BLOCKS].tolist())))
+    producer.scheduler.request_preempted(prefill.request)
+    prefill.request.num_computed_tokens, prefill.request.block_ids = 0, []
+    producer.step()
+    assert seen == [(1, before)]
+    assert half._control.generations[BLOCKS].tolist() != before

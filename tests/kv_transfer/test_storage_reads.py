@@ -209,6 +209,47 @@ def hold_both_readers(storage):
     return holds
 
 
+def test_an_abort_is_of_the_loads_that_its_step_consumes(storage):
+    holds = hold_both_readers(storage)
+    for step in (1, 2):
+        storage.ledger.open_step(step, [LoadPromise(f"r{step + 2}", 0, CONFIG.block_size, (4 + step,))], 60)
+        storage.load([1 + step], [4 + step], step=step)
+    storage.worker.abort(0)  # by which the loads that are waited for outside the steps were ordered
+    storage.worker.abort(1)
+    assert storage.ledger.close_step(1).invalid_block_ids == {5}
+    for hold in holds:
+        hold.go_on.set()
+    assert storage.ended(4) == {1: (1, ()), 2: (1, ()), 3: (0, ()), 4: (1, ())}
+    assert not storage.ledger.close_step(2).invalid_block_ids
+
+
+def test_readers_outlive_loads_that_were_given_up_before_they_began(storage):
+    holds = hold_both_readers(storage)
+    for number in range(3):
+        storage.ledger.open_step(1 + number, [LoadPromise(f"r{3 + number}", 0, CONFIG.block_size, (5,))], 60)
+        storage.load([2], [5], step=1 + number)
+        storage.worker.abort(1 + number)
+    storage.load([3], [6])
+    for hold in holds:
+        hold.go_on.set()
+    assert storage.ended(6)[6] == (1, ())
+
+
+def test_a_load_cannot_be_given_up_while_bytes_go_into_the_pool(storage):
+    seen = []
+
+    def note_end(transfer, error=None):
+        (read,) = storage.worker._open_reads()
+        seen.append((error, read.lock.locked()))
+        return Ledger.end_transfer(storage.ledger, transfer, error)
+
+    storage.ledger.end_transfer = note_end
+    storage.ledger.open_step(1, [LoadPromise("r1", 0, CONFIG.block_size, (5,))], 60)
+    storage.load([0], [5], step=1)
+    assert storage.ended(1) == {1: (1, ())}
+    assert seen == [(None, True) for _ in LAYERS]
+
+
 def test_a_load_that_is_given_up_before_it_began_writes_nothing_and_no_key_of_it_is_bad(storage):
     holds, before = hold_both_readers(storage), storage.snapshot()
     storage.ledger.open_step(1, [LoadPromise("r3", 0, CONFIG.block_size, (5,))], 60)
