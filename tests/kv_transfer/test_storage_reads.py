@@ -223,6 +223,22 @@ def test_an_abort_is_of_the_loads_that_its_step_consumes(storage):
     assert not storage.ledger.close_step(2).invalid_block_ids
 
 
+def test_no_key_of_a_load_is_bad_that_is_given_up_between_two_layers(storage):
+    other, first, behind = storage.hold(0), storage.hold(1, layer=0), storage.hold(2)
+    storage.ledger.open_step(1, [LoadPromise("r2", 0, CONFIG.block_size, (5,))], 60)
+    storage.load([0], [4])
+    assert other.arrived.wait(60)
+    storage.load([1], [5], step=1)
+    storage.load([2], [6])
+    first.go_on.set()
+    assert behind.arrived.wait(60)
+    storage.worker.abort(1)
+    assert storage.ended(1) == {2: (0, ())}
+    for hold in (other, behind):
+        hold.go_on.set()
+    assert storage.ended(2) == {1: (1, ()), 3: (1, ())}
+
+
 def test_readers_outlive_loads_that_were_given_up_before_they_began(storage):
     holds = hold_both_readers(storage)
     for number in range(3):

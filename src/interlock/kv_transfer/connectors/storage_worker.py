@@ -168,7 +168,7 @@ class StorageWorker:
                     self._read_blocks(read)
             except Exception as error:
                 logger.exception("the load of request %s from storage failed", read.load.req_id)
-                self._end(read, 0 if read.load.synchronous else read.num_landed, f"the read thread raised {type(error).__name__}: {error}")
+                self._end(read, read.num_landed, f"the read thread raised {type(error).__name__}: {error}")
             if read.replaced:
                 with self._lock:
                     self._stuck -= 1
