@@ -260,6 +260,28 @@ def test_a_push_that_never_begins_is_given_up_and_the_producer_forgets_it(push_p
     wait_for(lambda: not sender._early)
 
 
+@pytest.mark.parametrize("lands", [True, False])
+def test_who_gives_a_push_up_while_its_end_is_told_still_finds_it(push_pair, lands):
+    """A load that has transfers open is either waited for or reported later; else its blocks would be kept for ever."""
+    producer, consumer = push_pair(max_sync_load_seconds=GATED)
+    receiver, end, found = consumer.worker._worker_half.receiver, consumer.ledger.end_transfer, []
+
+    def end_transfer(transfer, error=None):
+        found.append([incoming.quiescent.is_set() for incoming in receiver._incoming.values()])
+        end(transfer, error)
+
+    consumer.ledger.end_transfer = end_transfer
+    _, promises = consumer.admit("d", TOKENS, decode_params(producer), OURS)
+    thread, results = run_in_thread(lambda: consumer.step(CUDAGraphMode.FULL, promises))
+    prefill = Prefill(producer)
+    prefill.chunk(13 if lands else 8)
+    if not lands:
+        prefill.finish("abort")
+    thread.join()
+    assert (results[0].invalid_block_ids == frozenset()) == lands
+    assert found == [[False]] * len(LAYERS)
+
+
 def test_a_push_that_stalls_past_the_deadline_of_its_step_is_stopped_at_the_producer(push_pair, monkeypatch):
     monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())
     producer, consumer = push_pair({"connector": OnVirtualTime}, connector=OnVirtualTime, max_sync_load_seconds=GATED, timeout=5.0)

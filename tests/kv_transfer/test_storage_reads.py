@@ -194,10 +194,10 @@ def test_what_was_given_up_has_ended_at_once_and_the_key_that_hangs_is_bad(stora
 def test_who_hears_that_a_transfer_has_failed_can_hear_of_the_bad_key(storage, missing):
     storage.ledger.open_step(1, [LoadPromise("r1", 0, 3 * CONFIG.block_size, (5, 6, 7))], 60)
     storage.files.path(key_of(missing)).unlink()
-    failed, noted = note_at_the_first_failure(storage.ledger, lambda: storage.ended(0))
+    failed, noted = note_at_the_first_failure(storage.ledger, lambda: (storage.ended(0), [*storage.worker._reads]))
     storage.load([0, 1, 2], [5, 6, 7], step=1)
     assert failed.wait(60)
-    assert noted == [{1: (missing, (key_of(missing),))}]
+    assert noted == [({1: (missing, (key_of(missing),))}, [1])], "who gives the load up now still finds it"
 
 
 def hold_both_readers(storage):

@@ -283,9 +283,9 @@ class PushReceiver:
             return
         incoming.landed[message.layer].append((message.start, message.stop))
         if not incoming.is_missing(message.layer):
+            incoming.target.end_layer(message.layer)
             if not any(incoming.is_missing(layer) for layer in range(self._num_layers)):
                 self._forget(incoming)
-            incoming.target.end_layer(message.layer)
 
     def _give_up(self, incoming: Incoming, cause: str) -> None:
         """The producer is to stop first; the load has failed when it has."""
@@ -365,12 +365,13 @@ class PushReceiver:
                 return
             incoming.cause = incoming.cause or cause
             incoming.abort.numpy()[0] = 1
-            missing = [layer for layer in range(self._num_layers) if incoming.is_missing(layer)]
+            for layer in range(self._num_layers):
+                if incoming.is_missing(layer):
+                    incoming.target.end_layer(layer, incoming.cause)
             self._forget(incoming)
-        for layer in missing:
-            incoming.target.end_layer(layer, incoming.cause)
 
     def _forget(self, incoming: Incoming) -> None:
+        """Its layers have ended: who gives it up meanwhile waits for that, or hears of it."""
         del self._incoming[incoming.nonce]
         incoming.quiescent.set()
         if incoming.on_late is not None:

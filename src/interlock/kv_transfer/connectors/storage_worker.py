@@ -261,12 +261,13 @@ class StorageWorker:
             self._add_reader()
 
     def _report(self, read: _Read, error: str | None) -> None:
-        """The load is over. The step that waits for it hears of its bad keys as well: they are a miss before it is made again."""
+        """The load is over. The step that waits for it hears of its bad keys as well: they are a miss before it is made again. Who gives it up
+        meanwhile waits for the lock, so that no transfer is open then."""
         read.over = True
-        with self._lock:
-            del self._reads[read.load.load_id]
         self.reports.end_load(EndedLoad(read.load, read.num_landed, read.bad_keys))
         read.end_transfers(read.problem if error is None else error)
+        with self._lock:
+            del self._reads[read.load.load_id]
 
     def _open_reads(self) -> list[_Read]:
         with self._lock:
