@@ -5,10 +5,13 @@ import os
 import signal
 import sys
 import threading
+import warnings
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
 _PR_SET_PDEATHSIG = 1
+_PATIENCE = 60  # seconds after which a forked child is given up
 
 
 def as_a_child(command: list[str]) -> list[str]:
@@ -19,6 +22,30 @@ def as_a_child(command: list[str]) -> list[str]:
 def end_with_parent() -> None:
     """For the beginning of a `multiprocessing` child: it ends when its parent does, whatever it waits for by then."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def in_forked_child(function: Callable[[], object]) -> str:
+    """What `function` returns in a child that this thread forks, as a text; of what it raises, the kind and the text."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons tell of threads that the child will not have
+        pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_PATIENCE)
+            try:
+                answer = str(function())
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(writer, answer.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read().decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the child waits for something that never comes"
+    return answer
 
 
 def _wait_for_parent() -> None:

@@ -2,11 +2,13 @@
 
 # ruff: noqa: PT012 (what is tested is when, in the course of a block, an exception comes)
 
+import os
 import signal
 import threading
 
 import pytest
 
+from children import in_forked_child
 from interlock.core import interrupts
 
 SIGNALS = (signal.SIGINT, signal.SIGUSR1)
@@ -280,3 +282,23 @@ def test_nothing_that_was_noted_is_left_for_later_although_something_comes_right
     with pytest.raises((KeyboardInterrupt, HandlerError)), interrupts.deferred():
         signal.raise_signal(signal.SIGUSR1)
     assert not interrupts._MainThread.pending
+
+
+def interrupt_in_child():
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(in_forked_child(lambda: signal.raise_signal(signal.SIGINT))))
+    thread.start()
+    thread.join()
+    return answers
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_that_another_thread_forks_holds_nothing_off():
+    with interrupts.deferred():
+        assert interrupt_in_child() == ["KeyboardInterrupt: "]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_that_the_same_thread_forks_goes_on_holding_them_off():
+    with interrupts.deferred():
+        assert in_forked_child(lambda: signal.raise_signal(signal.SIGINT)) == "None"

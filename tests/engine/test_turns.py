@@ -10,6 +10,7 @@ from engine_fakes import VOCAB, run_alone
 from test_llm import GREEDY, Letters, LLMRunner, make, text_of
 
 from checkpoints import make_tiny_llama
+from children import in_forked_child
 from interlock import LLM, SamplingParams
 from interlock.core import interrupts
 from interlock.core.errors import RequestError
@@ -174,6 +175,31 @@ def test_closing_waits_for_the_step_and_ends_what_another_thread_generates():
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=60, temperature=0.0))
 
     assert in_threads(generate, close) == [None, 0]
+    assert runner.closed == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_that_is_forked_while_another_thread_has_the_turn_is_told_so_and_touches_nothing():
+    runner, over = MeetingRunner(), threading.Event()
+    llm = make(runner)
+    runner.other_is_there = over.is_set
+    stream = llm.stream([[3, 2, 1]], GREEDY)
+
+    def fork():
+        assert runner.in_step.wait(PATIENCE)
+        uses = (lambda: llm.generate([[7, 8]], GREEDY), lambda: next(stream), llm.audit, llm.metrics, llm.reset_prefix_cache)
+        answers = [in_forked_child(use) for use in (*uses, stream.close, llm.close)]
+        over.set()
+        return answers
+
+    output, answers = in_threads(lambda: llm.generate([[1, 2, 3]], GREEDY), fork)
+    assert all(answer.startswith(f"RequestError: the engine belongs to process {os.getpid()}") for answer in answers[:-2])
+    assert answers[-2:] == ["None", "None"]
+    assert output[0].outputs[0].token_ids == run_alone([1, 2, 3], 5)
+    assert "".join(delta.text for delta in stream) == text_of(run_alone([3, 2, 1], 5))
+    assert llm.audit().all_free
+    assert in_forked_child(lambda: (llm.close(), runner.closed)) == "(None, 0)", "a child must not close what it shares with its parent"
+    llm.close()
     assert runner.closed == 1
 
 

@@ -5,6 +5,7 @@ is only noted. Its handler is called at the next safe point (`deliver`: the slic
 """
 
 import importlib
+import os
 import signal
 import threading
 import time
@@ -27,6 +28,7 @@ class _MainThread:
     """What is held off in the main thread, which alone runs signal handlers, and alone changes this."""
 
     inside = False  # inside a region that has taken the handlers over
+    thread = 0  # which thread that is: in a forked child another one may be the main thread
     holding = False  # inside `deferred`, and not inside `served` within it
     cleaning_up = False  # a handler has raised: until its region ends, nothing more is raised at a safe point
     raised: BaseException | None = None  # what a handler raised last, in this region
@@ -72,6 +74,7 @@ class _Region:
             except BaseException:
                 _give_back()
                 raise
+            _MainThread.thread = threading.get_ident()
             _MainThread.inside = _MainThread.holding = True
         elif self._holding:
             _MainThread.holding, _MainThread.cleaning_up = True, False
@@ -176,3 +179,16 @@ def _give_back() -> None:
     finally:
         if notes:
             _give_back()
+
+
+def _leave_in_child() -> None:
+    """A child that another thread has forked is not inside what the main thread was inside of, and would never reach its end."""
+    if _MainThread.inside and _MainThread.thread != threading.get_ident():
+        _give_back()
+        _MainThread.inside = _MainThread.holding = _MainThread.cleaning_up = False
+        _MainThread.raised = None
+        _MainThread.pending.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)

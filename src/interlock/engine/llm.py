@@ -41,7 +41,7 @@ class StreamDelta:
 class LLM:
     """An engine in this process. Options are those of `EngineConfig`; `cudagraph_mode` may be a name, `kv_transfer_config` an object or
     its JSON text. `progress(what, done, total)` is called during the start. Use it as a context manager, or call `close`.
-    Several threads may use it at once: what they ask for runs together.
+    Several threads may use it at once: what they ask for runs together. A forked child has no engine: it can do nothing with this object.
 
     With `data_parallel_size` > 1 it is one rank of several (see `engine.data_parallel`). In lockstep each call of `generate`, `stream` or
     `chat` is made on every rank, with an own, maybe empty, list of prompts, and ends when no rank has requests.
@@ -144,7 +144,9 @@ class LLM:
             return self.core.metrics()
 
     def close(self) -> None:
-        """Stop the engine and give its memory back. May be called twice."""
+        """Stop the engine and give its memory back. May be called twice. Does nothing in a forked child: what it shares is its parent's."""
+        if self._turns.forked:
+            return
         with interrupts.deferred(), self._turns:
             if not self._closed:
                 self._closed = True
@@ -234,6 +236,8 @@ class LLM:
 
     def _keep_pace(self) -> None:
         """Step while other ranks count on it."""
+        if self._turns.forked:
+            return
         while self.core.lockstep is not None and not self._turns.inside and self.core.lockstep.must_step and not self._closed:
             with interrupts.deferred(), self._turns:
                 self._step()
@@ -262,6 +266,8 @@ class LLM:
     def _abort(self, started: list[PromptSamples]) -> None:
         """End what is left of these prompts, and forget them: now, or where this comes in the midst of a step, when it has ended. May be called
         twice."""
+        if self._turns.forked:
+            return
         if self._turns.inside:
             self._dropped.append(started)
             return
