@@ -1,18 +1,24 @@
 """Two ranks in two processes over gloo."""
 
+import os
+import queue
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
 from rank_processes import OTHER_PROMPT, PROMPT, different_options, lost_rank, run_ranks, starved_ranks
 
 from checkpoints import make_tiny_llama
+from children import in_forked_child
 from interlock import LLM, SamplingParams
 from interlock.core.errors import CheckpointError, ConfigError, DataParallelError, RequestError
-from interlock.engine.data_parallel import DataParallelLLM
+from interlock.engine.data_parallel import DataParallelLLM, _read
 from interlock.runner.data_parallel import GlooGroup
 
 OPTIONS = {"threads": 1, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -102,7 +108,7 @@ def test_ranks_with_different_options_refuse_each_other(model, port):
     assert "max_num_seqs is 7 on data-parallel rank 1 and 8 on rank 0" in str(errors[1])
 
 
-def interrupt(rank):
+def interrupt():
     raise KeyboardInterrupt
 
 
@@ -119,9 +125,13 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep, mo
             generate(ranks, [PROMPT, []], [3, 3])
         with pytest.raises(RequestError, match="sampling_params is 5, expected SamplingParams"):
             ranks.generate([PROMPT], 5)
+        with pytest.raises(RequestError, match="cannot be sent to the ranks"):
+            ranks.generate([PROMPT, PROMPT], [SamplingParams(), SamplingParams(extra_args={"lock": threading.Lock()})])
+        assert in_forked_child(lambda: generate(ranks, prompts, counts)).startswith("RequestError: the engine belongs to process")
+        assert in_forked_child(ranks.close) == "None"
         assert generate(ranks, prompts, counts) == expected
         with monkeypatch.context() as patch:
-            patch.setattr(ranks, "_answer", interrupt)
+            patch.setattr(ranks, "_answers", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 generate(ranks, prompts[::-1], counts)
         assert generate(ranks, prompts, counts) == expected, "an answer to the call that was interrupted was taken for one to this call"
@@ -133,6 +143,52 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep, mo
             generate(ranks, prompts, counts)
         with pytest.raises(RequestError, match="the DataParallelLLM is closed"):
             generate(ranks, prompts, counts)
+
+
+def test_closing_ends_what_another_thread_generates(model):
+    ranks = DataParallelLLM(model, data_parallel_lockstep=True, **OPTIONS)
+    processes, sent = list(ranks._processes), threading.Event()
+
+    def answers(inner=ranks._answers):
+        sent.set()
+        return inner()
+
+    ranks._answers = answers
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)  # no answer comes before the call has ended
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(generate, ranks, [PROMPT, PROMPT], [400, 400])
+        assert sent.wait(60)
+        closing = threads.submit(ranks.close)
+        try:
+            with pytest.raises(RequestError, match="the DataParallelLLM is closed"):
+                call.result(60)
+        finally:
+            for process in processes:
+                os.kill(process.pid, signal.SIGCONT)
+        closing.result(60)
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_a_rank_whose_parent_closes_the_connection_ends_what_it_generates():
+    parents, ranks = Pipe()
+    parents.send_bytes(b"call")
+    parents.close()
+    calls, closed = queue.SimpleQueue(), []
+    _read(ranks, SimpleNamespace(close=lambda: closed.append(True)), calls)
+    assert [calls.get(), calls.get()] == [b"call", None]
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_before_the_ranks_have_met_is_noticed_at_once(model, monkeypatch, rank):
+    def answers(self, inner=DataParallelLLM._answers):
+        self._processes[rank].kill()
+        return inner(self)
+
+    monkeypatch.setattr(DataParallelLLM, "_answers", answers)
+    with pytest.raises(DataParallelError, match=f"rank {rank} has ended"):
+        DataParallelLLM(model, data_parallel_lockstep=True, **OPTIONS)
 
 
 def test_a_rank_that_cannot_start_ends_all(tmp_path):

@@ -3,10 +3,13 @@
 import dataclasses
 import multiprocessing
 import os
+import pickle
+import queue
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +31,7 @@ class DataParallelLLM:
 
     The ranks are spawned, so a script makes it under `if __name__ == "__main__"`. The CPUs are divided among them unless `threads` is given,
     and a KV connector's `engine_id` gets the suffix `_dp<rank>`. With `data_parallel_lockstep` they make their steps together.
-    Several threads may use it: their calls run one after another.
+    Several threads may use it: their calls run one after another. A forked child has no ranks: it can do nothing with this object.
     To place the ranks yourself, make an `LLM` with `data_parallel_size`, `data_parallel_rank`, `data_parallel_master_ip` and
     `data_parallel_master_port` in each process instead.
     """
@@ -39,6 +42,7 @@ class DataParallelLLM:
         context = multiprocessing.get_context("spawn")
         self._turns = Turns()
         self._num_calls = 0
+        self._closed = False
         self._connections: list[Connection] = []
         self._processes = []
         try:
@@ -49,9 +53,11 @@ class DataParallelLLM:
                 theirs.close()
                 self._connections.append(ours)
                 self._processes.append(process)
-            for rank in range(data_parallel_size):
-                self._receive(rank)
+            for _, answer in self._answers():
+                _raise_first([answer], InterlockError)
         except BaseException:
+            for process in self._processes:
+                process.terminate()  # it may wait for one that will never come
             self.close()
             raise
 
@@ -67,31 +73,37 @@ class DataParallelLLM:
         listed = list_prompts(prompts)
         params = list_params(listed, sampling_params)
         with interrupts.deferred(), self._turns:
+            self._check_open()
             size = len(self._connections)
-            if not size:
-                raise RequestError("the DataParallelLLM is closed, expected an open one; make a new one")
             self._num_calls += 1
-            for rank in range(size):
-                self._send(rank, (self._num_calls, listed[rank::size], params[rank::size]))
-            answers = [self._answer(rank) for rank in range(size)]  # of all ranks, before any error of one
-            if any(isinstance(answer, DataParallelError) for answer in answers):
+            messages = [_pack((self._num_calls, listed[rank::size], params[rank::size])) for rank in range(size)]
+            try:
+                for rank in range(size):
+                    self._send(rank, messages[rank])
+                answers = dict(self._answers())  # of all ranks, before any error of one
+                _raise_first(answers.values(), DataParallelError)
+            except DataParallelError:
                 self.close()
-        for answer in answers:
-            if isinstance(answer, InterlockError):
-                raise answer
+                raise
+        _raise_first(answers.values(), InterlockError)
         return [answers[index % size][index // size] for index in range(len(listed))]
 
     def close(self) -> None:
-        """End all ranks. May be called twice."""
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
-        for process in self._processes:
-            process.join(_STOP_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes.clear()
+        """End all ranks, and what another thread generates. May be called twice. Does nothing in a forked child: the ranks are its parent's."""
+        if self._turns.forked:
+            return
+        self._closed = True
+        with interrupts.deferred(), self._turns:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+            for process in self._processes:
+                with interrupts.served():
+                    process.join(_STOP_SECONDS)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            self._processes.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -99,32 +111,49 @@ class DataParallelLLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _send(self, rank: int, message: Any) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the DataParallelLLM is closed, expected an open one; make a new one")
+
+    def _send(self, rank: int, message: bytes) -> None:
         try:
-            self._connections[rank].send(message)
+            self._connections[rank].send_bytes(message)
         except OSError:
             raise self._gone(rank) from None
 
-    def _answer(self, rank: int) -> Any:
-        """The rank's answer to the last call; those to earlier ones, which were interrupted, are dropped."""
-        connection, call, answer = self._connections[rank], -1, None
-        try:
-            while call != self._num_calls:
-                interrupts.deliver()
-                if connection.poll(interrupts.SLICE_SECONDS):
+    def _answers(self) -> Iterator[tuple[int, Any]]:
+        """Each rank with its answer to the last call, as they come; those to earlier ones, which were interrupted, are dropped. A rank that
+        ends is noticed at once, whatever the others wait for."""
+        awaited = {connection: rank for rank, connection in enumerate(self._connections)}
+        while awaited:
+            interrupts.deliver()
+            self._check_open()
+            for connection in wait(list(awaited), interrupts.SLICE_SECONDS):
+                assert isinstance(connection, Connection)
+                try:
                     call, answer = connection.recv()
-            return answer
-        except (EOFError, OSError):
-            raise self._gone(rank) from None
+                except (EOFError, OSError):
+                    raise self._gone(awaited[connection]) from None
+                if call == self._num_calls:
+                    yield awaited.pop(connection), answer
 
-    def _receive(self, rank: int) -> None:
-        answer = self._answer(rank)
-        if isinstance(answer, InterlockError):
+    @staticmethod
+    def _gone(rank: int) -> DataParallelError:
+        return DataParallelError(f"data-parallel rank {rank} has ended, so the others were ended too; its output says why; make a new one")
+
+
+def _raise_first(answers: Iterable[Any], kind: type[InterlockError]) -> None:
+    for answer in answers:
+        if isinstance(answer, kind):
             raise answer
 
-    def _gone(self, rank: int) -> DataParallelError:
-        self.close()
-        return DataParallelError(f"data-parallel rank {rank} has ended, so the others were ended too; its output says why; make a new one")
+
+def _pack(message: Any) -> bytes:
+    """As `Connection.send` does it; done for all ranks before the first of them is told anything."""
+    try:
+        return pickle.dumps(message)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RequestError(f"the prompts and sampling_params cannot be sent to the ranks ({error}), expected what can be pickled") from None
 
 
 def _serve(config: EngineConfig, connection: Connection) -> None:
@@ -136,13 +165,12 @@ def _serve(config: EngineConfig, connection: Connection) -> None:
     except InterlockError as error:
         connection.send((0, error))
         return
-    with llm:
+    calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with llm, suppress(BrokenPipeError, ConnectionResetError):
         connection.send((0, None))
-        while True:
-            try:
-                call, prompts, params = connection.recv()
-            except EOFError:
-                return
+        threading.Thread(target=_read, args=(connection, llm, calls), daemon=True).start()
+        while (message := calls.get()) is not None:
+            call, prompts, params = pickle.loads(message)
             try:
                 answer: Any = llm.generate(prompts, params)
             except DataParallelError as error:
@@ -151,6 +179,15 @@ def _serve(config: EngineConfig, connection: Connection) -> None:
             except InterlockError as error:
                 answer = error
             connection.send((call, answer))
+
+
+def _read(connection: Connection, llm: LLM, calls: "queue.SimpleQueue[bytes | None]") -> None:
+    """Pass messages on as they come, so that the parent never waits to send one; when its end closes, end what the rank generates."""
+    with suppress(EOFError, OSError):
+        while True:
+            calls.put(connection.recv_bytes())
+    calls.put(None)
+    llm.close()
 
 
 def _end_with_parent() -> None:
