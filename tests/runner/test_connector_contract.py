@@ -16,6 +16,7 @@ from interlock.core.config import EngineConfig, KVTransferConfig
 from interlock.core.errors import ConfigError
 from interlock.core.forward_context import CUDAGraphMode
 from interlock.core.step import KVConnectorOutput, LoadPromise
+from interlock.graphs.program import Piece
 from interlock.kv_transfer.clock import VirtualClock
 from interlock.runner.input_batch import PreparedBatch
 from interlock.runner.model_runner import ModelRunner
@@ -54,6 +55,14 @@ def open_runner(
         yield runner
     finally:
         runner.shutdown()
+
+
+@pytest.mark.parametrize(("mode", "num_calls"), [(CUDAGraphMode.FULL, 0), (CUDAGraphMode.PIECEWISE, 2 * NUM_LAYERS)])
+def test_no_python_stands_between_the_layers_of_a_full_graph(model, mode, num_calls):
+    with open_runner(model, mode) as runner:
+        programs = [runner.program(descriptor) for descriptor in runner._dispatcher.descriptors()]
+        calls = [sum(not isinstance(piece, Piece) for piece in program.pieces) for program in programs]
+        assert calls == [num_calls] * len(programs) != []
 
 
 PROMPT = np.random.default_rng(3).integers(3, 250, 26).tolist()
