@@ -265,6 +265,17 @@ def test_a_worker_that_dies_is_an_error_that_names_its_kernel(cache):
         compile_pool.compile_in_workers(functions, 2, lambda *_: None)
 
 
+def test_workers_run_no_module_that_lies_in_the_working_directory(cache, tmp_path, monkeypatch):
+    for name in ("json", "numba"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the working directory was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    functions = [compiled_functions.function(f"test_pool_{i}", "add_scaled", i) for i in range(2)]
+    finished = []
+    compile_pool.compile_in_workers(functions, 2, lambda function, symbol, code: finished.append(function.name))
+    assert sorted(finished) == ["test_pool_0", "test_pool_1"]
+
+
 FOREVER = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(HERE)!r})

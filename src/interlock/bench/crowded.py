@@ -43,7 +43,7 @@ def run(session: Session) -> list[Figure]:
 
 @contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
-    processes = [subprocess.Popen([sys.executable, "-c", _BUSY], stdin=subprocess.PIPE) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-P", "-c", _BUSY], stdin=subprocess.PIPE) for _ in range(count)]
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ class _Worker:
     the parent's to handle; it ends when its input closes, or when its parent is gone."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "interlock.kernels.compile_worker", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "interlock.kernels.compile_worker", str(os.getpid())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
         assert self._process.stdin is not None
