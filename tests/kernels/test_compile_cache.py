@@ -151,6 +151,24 @@ def test_an_entry_of_another_toolchain_under_the_same_directory_name_is_compiled
     assert "does not belong there" in warnings_of(caplog)[0]
 
 
+def test_an_entry_that_was_compiled_under_other_settings_of_numba_is_left_alone(cache):
+    names = ["test_cache_some"]
+    others = [{}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, {"NUMBA_LOOP_VECTORIZE": "0"}]
+    for settings in others:
+        assert outputs_of(names, settings) == "compiled test_cache_some\n[5]\n"
+    for settings in others:
+        assert outputs_of(names, settings) == "[5]\n"
+    assert len(list(cache.glob("kernels/*/*.o"))) == len(others)
+
+
+def outputs_of(names, settings):
+    """What a process prints that loads these functions in an environment with `settings`."""
+    process = start(LOAD, json.dumps(names), env=os.environ | settings)
+    out, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (0, "")
+    return out
+
+
 def test_an_entry_that_cannot_be_read_or_replaced_costs_warnings(cache, some, compiled, caplog):
     compile_cache.load([some])
     entry = only_entry(cache)

@@ -1,12 +1,12 @@
 """The on-disk cache of compiled functions: checked object files, written atomically, in a private directory named by what they depend on.
 
-Layout: `<cache>/kernels/<toolchain>/<function>-<sources>.o`. `toolchain` is a digest of the Numba and llvmlite versions and of the CPU with
-its features; `sources` is a digest of the function's factory, its arguments and every module of ours that its module imports, so an
-entry is never stale. A file is magic, sha256 of the rest, key length, key, symbol length, symbol, object. The key says in full what the
-file's place says in short (function, sources, toolchain), so that a file which came to lie in another's place is not run as it. Anything
-that does not check out is dropped and compiled again, with a warning. Nothing here is ever unpickled. Since loading an entry is running
-it, a directory that somebody else owns or may write to is not used. Whatever is wrong with the cache costs a recompile and a warning,
-never a failure.
+Layout: `<cache>/kernels/<toolchain>/<function>-<sources>.o`. `toolchain` is a digest of the Numba and llvmlite versions, of the CPU with
+its features, and of the environment's `NUMBA_*` variables, which may ask for code for another CPU; `sources` is a digest of the
+function's factory, its arguments and every module of ours that its module imports, so an entry is never stale. A file is magic, sha256 of
+the rest, key length, key, symbol length, symbol, object. The key says in full what the file's place says in short (function, sources,
+toolchain), so that a file which came to lie in another's place is not run as it. Anything that does not check out is dropped and compiled
+again, with a warning. Nothing here is ever unpickled. Since loading an entry is running it, a directory that somebody else owns or may
+write to is not used. Whatever is wrong with the cache costs a recompile and a warning, never a failure.
 """
 
 import atexit
@@ -85,11 +85,12 @@ def source_digest(function: NativeFunction) -> str:
 
 @functools.cache
 def toolchain_digest() -> str:
-    """The compiler and the machine that compiled code depends on, as 64 hex digits."""
+    """The compiler, its settings, and the machine that compiled code depends on, as 64 hex digits."""
     _initialize_llvm()
     versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
     machine = [llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine]).encode()).hexdigest()
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    return hashlib.sha256("\n".join([MAGIC.decode(), *versions, *machine, *settings]).encode()).hexdigest()
 
 
 def _entry_key(function: NativeFunction) -> bytes:
