@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from kv_support import Request
-from test_peer_write import OURS, park, wait_received
+from test_peer_write import OURS, decode_params, park, wait_received
 
 from interlock.core.forward_context import CUDAGraphMode
+from interlock.kv_transfer.clock import VirtualClock
+from interlock.kv_transfer.connectors.peer import PeerConnector
 
 TOKENS = list(range(100, 113))
 BLOCKS = [5, 2, 7]
@@ -68,6 +70,19 @@ def test_a_parked_load_that_fails_says_so(engines):
     output = wait_received(consumer)
     assert output.failed_recving == {"d"}
     assert "cannot be reached" in output.load_errors["d"]
+
+
+def test_a_push_that_never_comes_fails_with_the_time_that_it_had(push_pair):
+    class OnTime(PeerConnector):
+        clock = VirtualClock()
+
+    producer, consumer = push_pair(connector=OnTime, lease_seconds=20.0)
+    park(consumer, decode_params(producer))
+    consumer.step()
+    OnTime.clock.advance(20.0)
+    output = wait_received(consumer)
+    assert output.failed_recving == {"d"}
+    assert "had not landed within 20 s (kv_load_timeout, or lease_seconds of what is pushed)" in output.load_errors["d"]
 
 
 def test_an_abort_of_a_parked_load_ends_it_and_gives_the_reference_back(engines):

@@ -132,6 +132,8 @@ class ConsumerWorker:
 
         def ended(error: str | None) -> None:
             with self._lock:
+                if error is not None and self._clock.now() >= self._parked[req_id]:
+                    error = f"it had not landed within {self._load_timeout:g} s (kv_load_timeout, or lease_seconds of what is pushed): {error}"
                 self._finished[req_id] = error
 
         with self._lock:
