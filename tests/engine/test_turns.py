@@ -178,6 +178,28 @@ def test_closing_waits_for_the_step_and_ends_what_another_thread_generates():
     assert runner.closed == 1
 
 
+def test_what_runs_within_a_step_cannot_generate_and_the_step_goes_on():
+    runner = LLMRunner(tokenizer=Letters())
+    llm = make(runner)
+    stream, *others = (llm.stream([[3, 2, 1]], GREEDY) for _ in range(2))
+    answers = []
+
+    def execute_model(output, inner=runner.execute_model):
+        nexts = [others.pop().__next__] if others else []
+        for use in (lambda: llm.generate([[7, 8]], GREEDY), lambda: llm.stream([[7, 8]], GREEDY), *nexts):
+            with pytest.raises(RequestError, match="in the middle of a step of this thread"):
+                use()
+        answers.append(llm.audit().clean)
+        return inner(output)
+
+    runner.execute_model = execute_model
+    assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == run_alone([1, 2], 5)
+    assert "".join(delta.text for delta in stream) == text_of(run_alone([3, 2, 1], 5))
+    assert answers
+    assert all(answers)
+    assert llm.audit().all_free
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_child_that_is_forked_while_another_thread_has_the_turn_is_told_so_and_touches_nothing():
     runner, over = MeetingRunner(), threading.Event()

@@ -135,6 +135,11 @@ def test_one_call_starts_all_ranks_and_deals_the_prompts_out(model, lockstep, mo
             with pytest.raises(KeyboardInterrupt):
                 generate(ranks, prompts[::-1], counts)
         assert generate(ranks, prompts, counts) == expected, "an answer to the call that was interrupted was taken for one to this call"
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_answers", lambda: generate(ranks, prompts, counts))
+            with pytest.raises(RequestError, match="in the middle of a call of this thread"):
+                generate(ranks, prompts[::-1], counts)
+        assert generate(ranks, prompts, counts) == expected
         with ThreadPoolExecutor(4) as threads:
             calls = [threads.submit(generate, ranks, prompts[number:], counts[number:]) for number in (0, 1, 2, 3) * 3]
             assert [call.result(60) for call in calls] == [expected[number:] for number in (0, 1, 2, 3) * 3]

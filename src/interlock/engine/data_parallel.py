@@ -72,6 +72,8 @@ class DataParallelLLM:
         """
         listed = list_prompts(prompts)
         params = list_params(listed, sampling_params)
+        if self._turns.inside:
+            raise RequestError("the DataParallelLLM is in the middle of a call of this thread; a signal's handler cannot generate with it there")
         with interrupts.deferred(), self._turns:
             self._check_open()
             size = len(self._connections)

@@ -1,6 +1,7 @@
 """The offline interface: `LLM(model=...).generate(prompts, params)`, in vLLM's shapes."""
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class LLM:
         self._live: set[str] = set()
         self._kept: list[RequestDelta] = []
         self._turns = Turns()
+        self._stepping: int | None = None  # the thread that is in a step
         self._dropped: deque[list[PromptSamples]] = deque()  # of streams that were collected as garbage in the midst of a turn
         with ExitStack() as unwanted:
             with interrupts.deferred():
@@ -172,6 +174,16 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the LLM is closed, expected an open one; make a new one")
+        if self._in_step:
+            raise RequestError(
+                "the LLM is in the middle of a step of this thread, expected it between two; what runs within a step, a signal's handler for one, "
+                "cannot generate with it"
+            )
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether what this thread runs was called from within a step."""
+        return self._stepping == threading.get_ident()
 
     def _admit(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptSamples]:
         listed = list_prompts(prompts)
@@ -218,7 +230,7 @@ class LLM:
                     interrupts.deliver()  # `generate` defers it further
                 yield from deltas
             with interrupts.deferred(), self._turns:
-                if self.core.has_work and not self._closed:
+                if self.core.has_work and not self._closed and not self._in_step:
                     self._step()  # tells the connector, and through it the peers, what has ended
         finally:
             try:
@@ -254,8 +266,10 @@ class LLM:
     def _step(self) -> None:
         with interrupts.deferred():  # what is for others than the caller stays
             try:
+                self._stepping = threading.get_ident()
                 self._kept += [delta for delta in self.core.step() if delta.request_id in self._live]
             finally:
+                self._stepping = None
                 while self._dropped:
                     self._end(self._dropped.popleft())
         others_busy = self.core.lockstep is not None and self.core.lockstep.others_busy
