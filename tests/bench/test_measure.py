@@ -1,14 +1,17 @@
 """How figures are made and shown."""
 
+import contextlib
 import io
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from interlock.bench import crowded, transfer_peer
 from interlock.bench.measure import alternate, compare, prompt_token_ids
 from interlock.bench.peer import PYTHON_VARIABLE, PeerProcess, find_peer_python
 from interlock.bench.report import print_table, write_json
@@ -96,3 +99,27 @@ def test_a_report_that_may_not_be_written_is_refused_before_anything_is_measured
     with pytest.raises(ConfigError, match=f"{re.escape(str(path))} cannot be written: this user may not write"):
         bench("decode", json=path)
     assert asked == [(path if there else tmp_path, os.W_OK)]
+
+
+def a_busy_process():
+    return crowded._busy_processes(1)
+
+
+def the_other_process_of_transfer():
+    return contextlib.closing(transfer_peer.Peer("bench", transfer_peer.PoolSize(num_layers=1, num_blocks=1), []))
+
+
+@pytest.mark.parametrize("process", [a_busy_process, the_other_process_of_transfer])
+def test_an_interrupt_from_the_terminal_does_not_reach_helping_processes_which_would_show_a_traceback(monkeypatch, process):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with process():
+        assert [os.getpgid(helper.pid) for helper in started] == [helper.pid for helper in started]
+    assert len(started) == 1
+    assert started[0].returncode is not None

@@ -43,7 +43,9 @@ def run(session: Session) -> list[Figure]:
 
 @contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
-    processes = [subprocess.Popen([sys.executable, "-P", "-c", _BUSY], stdin=subprocess.PIPE) for _ in range(count)]
+    # In groups of their own, so that an interrupt from a terminal reaches us alone; they end when their input closes.
+    command = [sys.executable, "-P", "-c", _BUSY]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) for _ in range(count)]
     try:
         yield
     finally:

@@ -118,7 +118,10 @@ class Peer:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "interlock.bench.transfer_peer", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=(theirs.fileno(),))
+            # In a group of its own, so that an interrupt from a terminal reaches us alone; it ends when its socket closes.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=(theirs.fileno(),), process_group=0
+            )
         self._socket = ours
         try:
             ours.sendall(msgspec.json.encode(Offer(engine_id, size, list(transports))) + b"\n")
