@@ -60,3 +60,19 @@ def test_the_first_load_comes_from_the_peer_and_the_next_from_the_tier(model, pr
         assert [bits(output) for output in outputs] == alone
         assert decode.metrics()["num_external_tokens"] > metrics["num_external_tokens"], "no reference came with these"
         drain(decode)
+
+
+@pytest.mark.parametrize("deltas", [0, 1])
+def test_a_stream_that_is_closed_lets_the_prefill_engine_have_its_blocks_back_although_decode_makes_no_step(model, prompts, deltas):
+    names = [f"test-{uuid.uuid4().hex}" for _ in range(2)]
+    with (
+        open_engine(model, "PeerConnector", {}, num_blocks=60, transfer={"engine_id": names[0]}) as prefill,
+        open_engine(model, "PeerConnector", {}, num_blocks=60, transfer={"engine_id": names[1]}) as decode,
+    ):
+        [handed_over] = prefill.generate(prompts[0], PREFILL)
+        stream = decode.stream(prompts[0], with_reference(0, handed_over.kv_transfer_params))
+        for _ in range(deltas):
+            next(stream)
+        stream.close()
+        assert not decode.core.has_work
+        drain(prefill)

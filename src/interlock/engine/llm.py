@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 
 from interlock.core import interrupts
 from interlock.core.config import EngineConfig
-from interlock.core.errors import ConfigError, RequestError
+from interlock.core.errors import ConfigError, RequestError, StreamError
 from interlock.core.memory import available_memory
 from interlock.core.sampling_params import SamplingParams
 from interlock.engine.block_pool import PoolAudit
@@ -229,15 +229,25 @@ class LLM:
                     deltas = [self._take(started, owners[delta.request_id], delta) for delta in self._next_deltas(owners)]
                     interrupts.deliver()  # `generate` defers it further
                 yield from deltas
-            with interrupts.deferred(), self._turns:
-                if self.core.has_work and not self._closed and not self._in_step:
-                    self._step()  # tells the connector, and through it the peers, what has ended
+            self._tell_ends()
+        except GeneratorExit:
+            self._abort(started)
+            if self.core.lockstep is None and not self._turns.forked and not self._turns.inside:
+                with suppress(StreamError):  # at the interpreter's end the engine's threads go first
+                    self._tell_ends()
+            raise
         finally:
             try:
                 self._abort(started)
             finally:
                 self._abort(started)  # an interrupt may have come just before the first call held it off
                 self._keep_pace()
+
+    def _tell_ends(self) -> None:
+        """Make the step that tells the connector, and through it the peers, what has ended: no other one may come for long."""
+        with interrupts.deferred(), self._turns:
+            if self.core.has_work and not self._closed and not self._in_step:
+                self._step()
 
     @staticmethod
     def _take(started: list[PromptSamples], number: int, delta: RequestDelta) -> StreamDelta:
