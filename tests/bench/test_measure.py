@@ -15,8 +15,17 @@ from interlock.bench import crowded, transfer_peer
 from interlock.bench.measure import alternate, compare, prompt_token_ids
 from interlock.bench.peer import PYTHON_VARIABLE, PeerProcess, find_peer_python
 from interlock.bench.report import print_table, write_json
+from interlock.bench.session import without_repeats
 from interlock.commands.bench import bench
 from interlock.core.errors import ConfigError, InterlockError
+
+
+def test_what_goes_on_is_shown_once() -> None:
+    shown: list[str] = []
+    say = without_repeats(shown.append)
+    for what in ("loading", "loading", "ready", "loading"):
+        say(what)
+    assert shown == ["loading", "ready", "loading"]
 
 
 def test_runs_alternate_and_the_first_of_each_is_not_counted() -> None:

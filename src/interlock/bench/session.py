@@ -35,6 +35,19 @@ class Session:
 Benchmark = Callable[[Session], list[Figure]]
 
 
+def without_repeats(show: Callable[[str], None]) -> Callable[[str], None]:
+    """`show`, but for what it has just shown: a stage reports each part of it that is done."""
+    last: str | None = None
+
+    def say(what: str) -> None:
+        nonlocal last
+        if what != last:
+            last = what
+            show(what)
+
+    return say
+
+
 def generate(engine: LLM, prompts: Sequence[list[int]], num_tokens: int) -> list[RequestOutput]:
     """Exactly `num_tokens` greedy tokens for each prompt, all prompts at once."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

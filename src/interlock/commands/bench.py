@@ -31,7 +31,7 @@ def bench(
     from interlock.bench.overlap_plot import check_plot, write_plot
     from interlock.bench.peer import PeerProcess, find_peer_python
     from interlock.bench.report import print_table, write_json
-    from interlock.bench.session import Session
+    from interlock.bench.session import Session, without_repeats
     from interlock.models.checkpoints import resolve_model
 
     if plot is not None:
@@ -48,7 +48,8 @@ def bench(
     opponent = PeerProcess(python, str(resolve_model("smollm2")), threads) if python else None
     figures = []
     try:
-        session = Session("smollm2", threads, rounds, opponent, lambda what: errors.print(f"measuring: {what}", style="dim"))
+        say = without_repeats(lambda what: errors.print(f"measuring: {what}", style="dim"))
+        session = Session("smollm2", threads, rounds, opponent, say)
         for benchmark in BENCHMARKS if name == "all" else (name,):
             figures += importlib.import_module(f"interlock.bench.{benchmark.replace('-', '_')}").run(session)
     finally:
