@@ -1,5 +1,6 @@
 """A tiny pool shape, messages of a step, and connectors under the test's control."""
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,3 +194,32 @@ def note_at_the_first_failure(ledger, take):
 
     ledger.end_transfer = end_transfer
     return failed, noted
+
+
+class Point:
+    """Somebody has come to a point, and goes on when the test lets him."""
+
+    def __init__(self):
+        self.arrived, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.arrived.set()
+        assert self.go_on.wait(60)
+
+
+@contextlib.contextmanager
+def makes(kind, part):
+    """Makes objects of a `kind` that has `points`. At the end whoever stands at one goes on, and `part` of each object is closed, which it may be
+    twice."""
+    made = []
+
+    def make(*arguments, **options):
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for point in one.points:
+            point.go_on.set()
+        getattr(one, part).close()
+        getattr(one, part).close()

@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from kv_support import Point, makes
 
 from interlock.core.errors import KVTransferError
 from interlock.core.step import LoadPromise
@@ -104,17 +105,6 @@ class Target:
         return [layer for layer, error in sorted(self.ends.items()) if error is not None]
 
 
-class Point:
-    """Somebody has come to a point, and goes on when the test lets him."""
-
-    def __init__(self):
-        self.arrived, self.go_on = threading.Event(), threading.Event()
-
-    def __call__(self):
-        self.arrived.set()
-        assert self.go_on.wait(60)
-
-
 class Reader:
     def __init__(self):
         self.pools = Pools()
@@ -170,12 +160,9 @@ class Reader:
 
 @pytest.fixture
 def reader():
-    made = Reader()
-    yield made
-    for point in made.points:
-        point.go_on.set()
-    made.worker.close()
-    made.worker.close()
+    with makes(Reader, "worker") as make:
+        made = make()
+        yield made
     assert made.pools.repeated == []
     assert made.pools.late == []
 

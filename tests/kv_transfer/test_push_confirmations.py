@@ -19,6 +19,14 @@ over_nixl = pytest.mark.parametrize("transport", ["nixl", "tcp"], indirect=True)
 over_all = pytest.mark.parametrize("transport", ["shared_memory", "nixl", "tcp"], indirect=True)
 
 
+def hold_watch(consumer):
+    """An event: whether a producer is alive is not known before it."""
+    pools, known = consumer.worker._worker_half.receiver._pools, threading.Event()
+    is_alive = pools.is_alive
+    pools.is_alive = lambda peer: known.wait() and is_alive(peer)
+    return known
+
+
 @pytest.fixture
 def restart(push_pair):
     """`restart(producer)`: it ends, and begins another life under its id."""
@@ -94,9 +102,7 @@ class TestAnotherLife:
         monkeypatch.setattr(OnVirtualTime, "clock", VirtualClock())  # it never comes to its deadline
         producer, consumer = push_pair(connector=OnVirtualTime)
         producer.step()
-        receiver = consumer.worker._worker_half.receiver
-        is_alive, met = receiver._pools.is_alive, threading.Event()
-        receiver._pools.is_alive = lambda peer: met.wait() and is_alive(peer)
+        met = hold_watch(consumer)
         park(consumer, decode_params(producer))
         consumer.step()
         wait_for(lambda: producer.worker._worker_half.sender._early)
@@ -114,9 +120,7 @@ class TestAnotherLife:
         producer, consumer = push_pair()
         producer.fill(1)
         producer.step()
-        receiver = consumer.worker._worker_half.receiver
-        is_alive, met = receiver._pools.is_alive, threading.Event()
-        receiver._pools.is_alive = lambda peer: met.wait() and is_alive(peer)
+        receiver, met = consumer.worker._worker_half.receiver, hold_watch(consumer)
         park(consumer, decode_params(producer))
         consumer.step()
         wait_for(lambda: producer.worker._worker_half.sender._early and not receiver._lanes._num_tasks)  # the announcement is answered

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from kv_support import run_in_thread
+from kv_support import Point, makes, run_in_thread
 from push_support import wait_for
 
 from interlock.core.errors import KVTransferError
@@ -21,17 +21,6 @@ LAYERS = range(3)
 BLOCKS = {"a": (1, 2), "b": (3, 4)}  # ours and the producer's, by transfer
 EPOCH = 5
 NUM_BLOCKS = 16
-
-
-class Point:
-    """Somebody has come to a point, and goes on when the test lets him."""
-
-    def __init__(self):
-        self.arrived, self.go_on = threading.Event(), threading.Event()
-
-    def __call__(self):
-        self.arrived.set()
-        assert self.go_on.wait(60)
 
 
 class Producer:
@@ -136,7 +125,7 @@ class Target:
 
 
 class Receiver:
-    def __init__(self, writes):
+    def __init__(self, writes=True):
         self.producer = Producer(writes)
         shape = PoolShape([layer << 12 for layer in LAYERS], SIZE, 1, 1)
         self.receiver = PushReceiver(self.producer, self.producer, PeerAddress("us"), shape)
@@ -208,18 +197,8 @@ class Receiver:
 
 @pytest.fixture
 def make():
-    made = []
-
-    def receiver(writes=True):
-        made.append(Receiver(writes))
-        return made[-1]
-
-    yield receiver
-    for one in made:
-        for point in one.points:
-            point.go_on.set()
-        one.receiver.close()
-        one.receiver.close()
+    with makes(Receiver, "receiver") as make_one:
+        yield make_one
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from kv_support import run_in_thread
+from kv_support import Point, makes, run_in_thread
 from push_support import wait_for
 
 from interlock.core.errors import KVTransferError
@@ -28,17 +28,6 @@ BLOCK_BYTES = 2 * SIZE
 NUM_BLOCKS = 16
 TOKENS = 8  # of each prompt, in two blocks
 BLOCKS = {"a": (1, 2), "b": (3, 4), "first": (5, 6)}  # ours and the consumer's, by transfer
-
-
-class Point:
-    """Somebody has come to a point, and goes on when the test lets him."""
-
-    def __init__(self):
-        self.arrived, self.go_on = threading.Event(), threading.Event()
-
-    def __call__(self):
-        self.arrived.set()
-        assert self.go_on.wait(60)
 
 
 class Consumers:
@@ -184,18 +173,8 @@ def whole(name="a"):
 
 @pytest.fixture
 def make():
-    made = []
-
-    def sender(writes=True):
-        made.append(Sender(writes))
-        return made[-1]
-
-    yield sender
-    for one in made:
-        for point in one.points:
-            point.go_on.set()
-        one.sender.close()
-        one.sender.close()
+    with makes(Sender, "sender") as make_one:
+        yield make_one
 
 
 @pytest.fixture

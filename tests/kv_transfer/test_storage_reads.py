@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from kv_support import kv_cache_config, kv_caches, note_at_the_first_failure, random_bytes
+from kv_support import Point, kv_cache_config, kv_caches, note_at_the_first_failure, random_bytes
 
 from interlock.core.step import LoadPromise
 from interlock.kv_transfer.clock import VirtualClock
@@ -26,17 +26,14 @@ def key_of(number):
     return number.to_bytes(32, "little")
 
 
-class Hold:
+class Hold(Point):
     """The read of a part of a file has its bytes, and returns with them when the test lets it."""
 
-    def __init__(self):
-        self.arrived, self.go_on = threading.Event(), threading.Event()
-        self.reader = None
+    reader = None
 
     def __call__(self):
         self.reader = threading.current_thread()
-        self.arrived.set()
-        assert self.go_on.wait(60)
+        super().__call__()
 
     def let_go_and_join(self):
         """Returns when the thread has ended: it was replaced."""
